@@ -42,14 +42,10 @@ QUICK = (2**16, 2**20, 2**24)
 ALL = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 
 
-def _quick(variant: str) -> tuple[int, ...]:
-    """Sizes of a quick run: one for each form without a goal."""
-    return QUICK if variant in LIMITS else (2**20,)
-
-
 CASES = [
-    pytest.param(variant, size, marks=() if size in _quick(variant) else pytest.mark.full_only)
+    pytest.param(variant, size, marks=() if size in quick else pytest.mark.full_only)
     for variant in LABELS
+    for quick in [QUICK if variant in LIMITS else (2**20,)]  # one size for each form without a goal
     for size in ALL
     if variant != "ring" or size >= 2**24
 ]

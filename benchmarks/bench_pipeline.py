@@ -16,11 +16,12 @@ import pytest
 
 from minidist.benchmarks.harness.training import pipelines
 from minidist.benchmarks.harness.training.rounds import Job, Measured, Worlds, measure_jobs, require_alike
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 
-RANKS, WORK = 2, pipelines.TimedCut("byte-small", rows=16, micro_batches=8)
+RANKS, WORK = 2, Work("byte-small", rows=16, micro_batches=8, cut_by_time=True)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
 BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"
 NAMES = [name for name, kind in SCHEDULES.items() if not kind.chunked]

@@ -67,9 +67,7 @@ def forms_timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
 def test_forms(benchmark: Benchmark, forms_timed: Any, form: str, rows: int) -> None:
     """13 MB of gradients, with little arithmetic, so that communication counts, or eight times as much."""
     benchmark.group = FORMS_AT.format("1 row" if rows == 1 else f"{rows} rows")
-    compare_pair(benchmark, _form(form), FORMS_WORK[rows], forms_timed(rows))
-    if (rows, form) in GOALS:
-        benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[rows, form]}
+    compare_pair(benchmark, _form(form), FORMS_WORK[rows], forms_timed(rows), GOALS.get((rows, form)))
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,4 @@ def timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
 def test_zero(benchmark: Benchmark, timed: Any, name: str, rows: int) -> None:
     """13 MB of gradients and as many of parameters, with little arithmetic, or eight times as much."""
     benchmark.group = GROUP.format("1 row" if rows == 1 else f"{rows} rows")
-    compare_pair(benchmark, PAIRS[name], WORK[rows], timed(rows))
-    if (rows, name) in GOALS:
-        benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[rows, name]}
+    compare_pair(benchmark, PAIRS[name], WORK[rows], timed(rows), GOALS.get((rows, name)))

@@ -75,7 +75,7 @@ class AttentionRung(Step):
         function(*map(as_rows, given), *map(as_rows, results), heads, int(causal))
 
     def _kind(self, q: Any) -> tuple[Any, str, str]:
-        """Return the class that all arguments have to be of beside `q`, its name, and how to convert."""
+        """Return the class that all arguments must have, its name, and how to convert a dtype."""
         return np.ndarray, "a NumPy array: convert it with numpy.asarray()", ".astype('{}')"
 
     def _check(self, causal: bool, **arrays: Any) -> None:

@@ -46,7 +46,7 @@ def child(
 
 
 def fault(status: int) -> str:
-    """Return of which fault a process with this status died, such as "SIGILL"; "" if of none."""
+    """Return the fault that ended a process with this status, such as "SIGILL"; "" if another thing did."""
     return signal.Signals(-status).name if -status in FAULTS else ""
 
 

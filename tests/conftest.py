@@ -27,6 +27,10 @@ from tests.helpers.clocks import HANG
 from tests.helpers.made_once import made_once
 
 ROOT = Path(__file__).parent.parent
+Clusters = Callable[[int], Cluster]
+"""The type of `cluster_of`."""
+Run = Callable[..., tuple[object, str, str]]
+"""The type of `run`."""
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,7 +70,7 @@ def _clusters() -> Iterator[dict[int, Cluster]]:
 
 
 @pytest.fixture(scope="session")
-def cluster_of(_clusters: dict[int, Cluster]) -> Callable[[int], Cluster]:
+def cluster_of(_clusters: dict[int, Cluster]) -> Clusters:
     """`cluster_of(n)`: a warm cluster of n ranks of one thread each, with a time limit that no test reaches.
 
     Threads that spin while they wait take the cores from other tests. With two threads in the only rank of a
@@ -133,6 +137,19 @@ def start_supervisor(items: list[pytest.Function]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(PRELOAD, ",".join([os.environ[PRELOAD], *known]))
             supervisor()
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """`run(*words)` runs `minidist WORDS` here; it returns the exit code, and what stdout and stderr got."""
+    from minidist.cli import commands
+
+    def run(*words: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            commands.main(words)
+        return ended.value.code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

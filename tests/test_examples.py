@@ -7,14 +7,13 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minidist.comm.launching.cluster import Cluster
+from tests.conftest import Clusters
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
 
@@ -40,7 +39,7 @@ def trained(path: Path, *steps: int) -> Any:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short_and_learns(cluster_of: Callable[[int], Cluster], path: Path) -> None:
+def test_an_example_is_short_and_learns(cluster_of: Clusters, path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 60
     if path.stem == "lora" and importlib.util.find_spec("transformers") is None:
         pytest.skip("the example needs transformers")
@@ -49,7 +48,7 @@ def test_an_example_is_short_and_learns(cluster_of: Callable[[int], Cluster], pa
     assert all(learned(result) for result in results), results
 
 
-def test_k_means_finds_the_corners(cluster_of: Callable[[int], Cluster]) -> None:
+def test_k_means_finds_the_corners(cluster_of: Clusters) -> None:
     path = next(path for path in EXAMPLES if path.stem == "kmeans")
     for ranks in (1, 2):
         centers, _ = cluster_of(ranks).run(trained, path)[0]

@@ -12,8 +12,7 @@ Running and timing:
     cuda_tune              times a rung with other values of its constants, by hand
 Results:
     results                one machine's JSON file: format, loading, merging, saving
-    describe_machine       CPU, GPUs, caches and software versions
-    identity               whether two descriptions are of the same machine
+    describe_machine       CPU, GPUs, caches and software versions; which machines are the same
     columns                which figures a benchmark may store, and how the report prints them
     formats                numbers as the report prints them
     compare_runs           `--compare`: what got slower since an earlier run

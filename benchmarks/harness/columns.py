@@ -102,24 +102,23 @@ program, with rounds that scatter by 5%, count as different in 3 of 1000 cases.
 """
 
 
-def undecided(entry: Entry) -> bool:
-    """Return whether a comparison leaves open which program is faster; False without a comparison.
+BESIDE = {
+    "ratio": ("peer", "pair_ratio_q1", "pair_ratio_q3"),
+    "over_yardstick": ("yardstick", "over_yardstick_q1", "over_yardstick_q3"),
+}
+"""By each kind of comparison's ratio, the keys of the other program's name and of the pairs' quartiles."""
+
+
+def undecided(entry: Entry, ratio: str = "ratio") -> bool:
+    """Return whether a comparison, by default with the peer, leaves open which program is faster.
 
     It does if 1 lies within the interquartile range of the pairs' ratios, widened for few pairs (`FEW`), or
-    if there is a single pair.
+    if there is a single pair. Returns False without a comparison.
     """
-    return _within(entry, "ratio", "pair_ratio_q1", "pair_ratio_q3")
-
-
-def undecided_over_yardstick(entry: Entry) -> bool:
-    """Return the same as `undecided`, for the comparison with the yardstick."""
-    return _within(entry, "over_yardstick", "over_yardstick_q1", "over_yardstick_q3")
-
-
-def _within(entry: Entry, ratio: str, q1: str, q3: str) -> bool:
     extra, rounds = entry["extra_info"], entry["stats"]["rounds"]
     if ratio not in extra:
         return False
+    _, q1, q3 = BESIDE[ratio]
     low, high = widened(extra[q1], extra[q3], rounds)
     return bool(rounds < 2 or low <= 1 <= high)
 
@@ -149,7 +148,7 @@ def _yardstick(entry: Entry) -> str | None:
     ratio = entry["extra_info"].get("over_yardstick")
     if ratio is None:
         return None
-    return f"{times(ratio)} undecided" if undecided_over_yardstick(entry) else times(ratio)
+    return f"{times(ratio)} undecided" if undecided(entry, "over_yardstick") else times(ratio)
 
 
 def _cost(entry: Entry) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minidist.benchmarks.harness import columns, formats, identity, results
+from minidist.benchmarks.harness import columns, formats, results
 from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
@@ -98,7 +98,7 @@ def compare(old: Results, new: Results, measured: Iterable[str], everything: boo
         measured: the full names of the benchmarks that this run measured.
         everything: whether the run covered all benchmarks; those that are missing then count as gone.
     """
-    same = identity.same(old["machine_info"], new["machine_info"])
+    same = machine.same(old["machine_info"], new["machine_info"])
     new = results.rounded(new)  # as the old file is: otherwise a count of 5/7 would look changed
     after = {entry["fullname"]: entry for entry in results.newest(new)}
     mode = new["runs"][max(new["runs"])]["mode"]
@@ -122,17 +122,16 @@ def judge(old: Entry | None, new: Entry, same_machine: bool = True) -> Change | 
     if "cost" in before and "cost" in after:
         return _decide(new, "cost", *_costs(before, after), 0.0, True)
     rounds = min(old["stats"]["rounds"], new["stats"]["rounds"])
-    if "ratio" in before and "ratio" in after and before["peer"] == after["peer"]:
-        widths = [extra["pair_ratio_q3"] - extra["pair_ratio_q1"] for extra in (before, after)]
-        of, figures = f"ratio to {after['peer']}", (before["ratio"], after["ratio"])
-    elif "over_yardstick" in before and "over_yardstick" in after:
-        widths = [extra["over_yardstick_q3"] - extra["over_yardstick_q1"] for extra in (before, after)]
-        of, figures = f"ratio to {after['yardstick']}", (before["over_yardstick"], after["over_yardstick"])
-    elif same_machine:
+    for ratio, (peer, q1, q3) in columns.BESIDE.items():
+        if ratio in before and ratio in after and before[peer] == after[peer]:
+            widths = [extra[q3] - extra[q1] for extra in (before, after)]
+            of, figures = f"ratio to {after[peer]}", (before[ratio], after[ratio])
+            break
+    else:
+        if not same_machine:
+            return None
         widths = [old["stats"]["iqr"], new["stats"]["iqr"]]
         of, figures = "time", (old["stats"]["median"], new["stats"]["median"])
-    else:
-        return None
     spread = max((1 + columns.FEW / rounds) * sum(widths), FLOOR * figures[0])
     return _decide(new, of, *figures, spread, rounds > 1)
 

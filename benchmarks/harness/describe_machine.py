@@ -2,13 +2,18 @@
 
 A result without its machine says nothing, so each results file opens with `describe()` and is named by
 `slug()`. Both only read files and environment variables, except that finding the GPU starts one other process
-with a time limit. A name is no identity, since CPUs of different generations may all be called "AMD EPYC":
-`identity.py` compares machines.
+with a time limit.
+
+A name is no identity, since CPUs of different generations may all be called "AMD EPYC". So `same` compares
+machines by what the CPU says of its family, model and stepping, and by caches, cores, memory and GPUs.
+Results from before "cpu_id" was kept are of an unknown machine, and so another's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -18,15 +23,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minidist.benchmarks.harness import identity
 from minidist.comm.launching.cores import available_cores, memory_limit
 from minidist.kernels.measure.peaks_file import cpu_name as cpu_name
+from minidist.kernels.tried_once import cpu_fields
 
 PACKAGES = ("minidist", "numpy", "torch", "numba", "numba-cuda", "cuda-bindings")
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
 CORETYPE = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Variables that have OpenBLAS use another CPU's kernel. With Haswell's, NumPy is half as fast on a Zen 5."""
+CPU_FIELDS = (
+    ("cpu family", "model", "stepping"),  # x86
+    ("CPU implementer", "CPU part", "CPU variant", "CPU revision"),  # ARM
+)
 # It runs in a fresh Python, so that a driver that fails or hangs does so there.
 ASK_DRIVER = """
 from minidist.kernels.cuda.runtime import gpu_driver as gpu
@@ -42,7 +51,7 @@ def describe() -> dict[str, Any]:
     """Return the machine's hardware as a JSON-ready dictionary; sizes are in bytes."""
     return {
         "cpu": cpu_name(),
-        "cpu_id": identity.cpu_id(),
+        "cpu_id": cpu_id(),
         "cores": available_cores(),
         "cores_of_machine": os.cpu_count() or 1,
         "architecture": platform.machine(),
@@ -94,6 +103,35 @@ def title(machine: dict[str, Any]) -> str:
     another = "another machine: " if machine.get("another") else ""
     cpu = f"{another}{machine['cpu']}{' ({})'.format(machine['cpu_id']) if machine.get('cpu_id') else ''}"
     return f"{cpu}, {machine['cores']} core{'s' if machine['cores'] != 1 else ''}{memory}, {gpu}"
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two of `describe`'s descriptions are of one machine, or of two that are equal."""
+    return _identity(one) == _identity(other)
+
+
+def digest(machine: dict[str, Any]) -> str:
+    """Return six letters and digits that tell machines of the same name apart."""
+    text = json.dumps(_identity(machine), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
+
+
+def _identity(machine: dict[str, Any]) -> dict[str, Any]:
+    memory = machine["memory_bytes"]
+    return {
+        **{key: machine.get(key) for key in ("cpu", "cpu_id", "cores", "caches")},
+        "memory": memory and round(memory / 2**30),  # a kernel keeps some MB more or fewer for itself
+        "gpus": [(gpu["name"], gpu.get("memory_bytes")) for gpu in machine["gpus"] or []],
+    }
+
+
+def cpu_id(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Return the CPU's family, model and stepping, as `25-17-1`, or ARM's numbers; "" if unknown."""
+    fields = cpu_fields(cpuinfo)
+    for each in CPU_FIELDS:
+        if fields.keys() >= set(each):
+            return "-".join(fields[key] for key in each)
+    return ""
 
 
 def _plain(name: str) -> str:

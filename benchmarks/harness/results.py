@@ -26,7 +26,7 @@ import minidist
 from minidist._files import check_file, write_whole
 from minidist._names import unknown
 from minidist.benchmarks.harness import describe_machine as machine
-from minidist.benchmarks.harness import identity
+from minidist.benchmarks.harness.columns import BESIDE
 
 SCHEMA = 1
 ENTRY = ("suite", "group", "name", "fullname", "run", "stats", "extra_info")
@@ -35,11 +35,6 @@ STATS = (
     *("ops", "outliers", "ld15iqr", "hd15iqr"),  # that pytest-benchmark's own table and histogram ask for
 )
 MACHINE = ("cpu", "cores", "caches", "memory_bytes", "gpus")
-BESIDE = {
-    "ratio": ("peer", "pair_ratio_q1", "pair_ratio_q3"),
-    "over_yardstick": ("yardstick", "over_yardstick_q1", "over_yardstick_q3"),
-}
-"""The keys that each kind of comparison needs."""
 REMEDY = "name another file, or move it away and run `minidist bench` again"
 DIGITS = 6  # significant digits kept: more than any clock is good for, and a readable diff
 
@@ -68,9 +63,9 @@ def own_file(where: Path, info: dict[str, Any]) -> Path:
     ValueError if such a file can't be read.
     """
     whole = machine.slug(info, whole=True)
-    names = (machine.slug(info), whole, f"{whole}-{identity.digest(info)}")
+    names = (machine.slug(info), whole, f"{whole}-{machine.digest(info)}")
     paths = [where / f"{name}.json" for name in dict.fromkeys(names)]
-    own = [path for path in paths if path.exists() and identity.same(load(path)["machine_info"], info)]
+    own = [path for path in paths if path.exists() and machine.same(load(path)["machine_info"], info)]
     return (own or [path for path in paths if not path.exists()] or paths[-1:])[0]
 
 
@@ -125,7 +120,7 @@ def check_writable(path: Path, info: dict[str, Any]) -> None:
     check_file("--out", path, make_folder=True)
     if path.exists():
         owner = load(path)["machine_info"]
-        if not identity.same(owner, info):
+        if not machine.same(owner, info):
             raise ValueError(
                 f"{path} holds results of {machine.title(owner)}, and this is {machine.title(info)}: figures "
                 "of two machines in one file would be taken for one machine's; name another file"
@@ -156,7 +151,7 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
     info = machine.describe()
     leader = first or own_file(where, info).stem
     for each in found.values():
-        if not identity.same(each["machine_info"], info):
+        if not machine.same(each["machine_info"], info):
             each["machine_info"] = {**each["machine_info"], "another": True}
     if leader not in found:
         return None, found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ def facts(found: Results) -> dict[str, str]:
         "GPU": _gpus(info["gpus"] or []),
         "Vector unit": _per_cores("GFLOP/s", ladders.peak, vector, cores),
         "Matrix unit": _per_cores("bf16 GFLOP/s", ladders.peak, matrix, cores),
-        "Memory": _per_cores("GB/s", _bandwidth, vector, cores),
+        "Memory": _per_cores("GB/s", ladders.bandwidth, vector, cores),
         "All-reduce on 2 ranks": _all_reduce(entries),
         "Fastest layout here": fastest_layout(entries),
     }
@@ -50,12 +49,6 @@ def _per_cores(unit: str, of: Rate, products: Sequence[Climbed], cores: int) -> 
     measured = {which: [e.entry["extra_info"] for e in known if e.all_cores == which] for which in words}
     rates = {words[which]: of(each) for which, each in measured.items() if each}
     return "; ".join(f"{formats.number(rate)} {unit} {which}" for which, rate in rates.items() if rate)
-
-
-def _bandwidth(measured: Sequence[Mapping[str, Any]]) -> float:
-    return float(
-        statistics.median([each["peak_gb_per_s"] for each in measured if "peak_gb_per_s" in each] or [0.0])
-    )
 
 
 def _all_reduce(entries: Sequence[Entry]) -> str:
@@ -87,7 +80,7 @@ def fastest_layout(entries: Sequence[Entry]) -> str:
     ratio = extra["over_yardstick"]
     than = (
         "as fast as one process"
-        if columns.undecided_over_yardstick(best)
+        if columns.undecided(best, "over_yardstick")
         else (f"{formats.times(ratio)} of one process's time")
     )
     time = formats.seconds(best["stats"]["median"])

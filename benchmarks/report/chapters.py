@@ -62,7 +62,7 @@ def strategies(shown: Shown) -> list[Piece]:
     for number, (title, rows) in enumerate(fullest_first):
         place = f"{shown.name}-table-{number}"
         pieces.append(Words(title=title, name=place))
-        pieces.append(tables.of_strategies(rows, shown.slug, shown.found, place))
+        pieces.append(tables.of_training(rows, shown.slug, shown.found, place, "strategy"))
         pieces += _ratios(rows, f"{place}-ratios")
     return pieces
 
@@ -78,7 +78,7 @@ def plain(shown: Shown) -> list[Piece]:
     rows, place = shown.rungs, f"{shown.name}-table"
     if not rows:
         return []
-    table = tables.of_rungs(rows, shown.slug, shown.found, place)
+    table = tables.of_training(rows, shown.slug, shown.found, place, "rung")
     held = (f"{shown.name}-bars", "What the fullest rank holds", bars.measured_memory(rows))
     return [Words(title=rows[0]["group"], name=place), table, *figures([held])]
 

@@ -37,9 +37,29 @@ class Plot:
     caption: str
 
     def svg(self, name: str) -> str:
-        """Return the figure as an <svg> element, with ids that are unique on a page where `name` is."""
-        role = f'<svg role="img" aria-label="{escape(self.alt)}"'
-        return svg(self.drawn, name).replace("<svg", role, 1)
+        """Return the figure as an <svg> element in the page's style, without a fixed size.
+
+        Its ids are unique on a page where `name` is.
+        """
+        import matplotlib as mpl
+
+        text = io.StringIO()
+        # Text stays text, so that it can be read aloud and searched, and uses the page's font.
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "minidist"}):
+            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            self.drawn.savefig(text, format="svg", metadata=nothing)
+        svg = text.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+        svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+        for stand_in, variable in STAND_INS.items():
+            svg = svg.replace(stand_in, f"var({variable})")
+        # Several figures share one page, so drop the ids that nothing refers to and make the others unique.
+        used = set(re.findall(r"#([\w.-]+)", svg))
+        svg = re.sub(r' id="([^"]+)"', lambda it: f' id="{name}-{it[1]}"' if it[1] in used else "", svg)
+        svg = re.sub(r"#(?=[\w.-]+[\")])", f"#{name}-", svg)
+        return svg.replace("<svg", f'<svg role="img" aria-label="{escape(self.alt)}"', 1)
 
 
 End = tuple[float, float, str, str]
@@ -66,29 +86,6 @@ def figure(height: float) -> tuple[Figure, Axes]:
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     return figure, axes
-
-
-def svg(figure: Figure, name: str) -> str:
-    """Return the figure as an <svg> element in the page's style, with unique ids and no fixed size."""
-    import matplotlib as mpl
-
-    text = io.StringIO()
-    # Text stays text, so that it can be read aloud and searched, and uses the page's font.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "minidist"}):
-        figure.savefig(
-            text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    for stand_in, variable in STAND_INS.items():
-        svg = svg.replace(stand_in, f"var({variable})")
-    # Several figures share one page, so drop the ids that nothing refers to and make the others unique.
-    used = set(re.findall(r"#([\w.-]+)", svg))
-    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
-    return re.sub(r"#(?=[\w.-]+[\")])", f"#{name}-", svg)
 
 
 def powers_of_two(axes: Axes, ticks: Sequence[int], words: Callable[[int], str] = str) -> None:

@@ -116,13 +116,13 @@ def cpu_roofline(entries: Sequence[Entry], device: str) -> Plot | None:
         kind: peak([each for line in lines if line.dtype == kind for each in line.figures])
         for kind in dict.fromkeys(line.dtype for line in lines)
     }
-    bandwidths = [each["peak_gb_per_s"] for line in lines for each in line.figures if "peak_gb_per_s" in each]
-    slope = "its slope is the rate at which a core reads memory, and " if bandwidths else ""
+    memory = bandwidth([each for line in lines for each in line.figures])
+    slope = "its slope is the rate at which a core reads memory, and " if memory else ""
     return curves.roofline(
         f"one core of {device}",
         lines,
         peaks,
-        statistics.median(bandwidths) if bandwidths else None,
+        memory or None,
         f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds, or of the matrix "
         "unit's products in bf16. A point for each n.",
     )
@@ -131,6 +131,12 @@ def cpu_roofline(entries: Sequence[Entry], device: str) -> Plot | None:
 def peak(measured: Sequence[Mapping[str, Any]]) -> float:
     """Return the machine's peak in GFLOP/s that rates and their shares of it imply."""
     return float(statistics.median(100 * each["gflops"] / each["percent_of_peak"] for each in measured))
+
+
+def bandwidth(measured: Sequence[Mapping[str, Any]]) -> float:
+    """Return the median of the memory's GB/s, or 0 if it was not measured."""
+    known = [float(each["peak_gb_per_s"]) for each in measured if "peak_gb_per_s" in each]
+    return statistics.median(known or [0.0])
 
 
 @dataclass(frozen=True)

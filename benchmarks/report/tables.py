@@ -17,16 +17,17 @@ from minidist.benchmarks.report.pieces import Cell, Heading, Row, Table
 
 MOST_ROWS = 12  # a longer table is folded
 KINDS = {"faster": "good", "slower": "bad", "undecided": "undecided"}
-# The first columns of the table of strategies, since readers ask for these most.
-FIRST = (
-    *("time", "sent per step", "memory of the fullest rank", "ratio of times", "peer", "peer's time"),
-    *("peer's memory", "over one process"),
-)
-# The first columns of the training ladder.
-FIRST_OF_RUNGS = (
-    *("the one idea", "lines", "time", "over one process", "ratio of times", "peer", "sent per step"),
-    *("parameters, gradients, state", "memory of the fullest rank", "peer's memory"),
-)
+# The first columns of the table of strategies, and of the training ladder, since readers ask for these most.
+FIRST = {
+    "strategy": (
+        *("time", "sent per step", "memory of the fullest rank", "ratio of times", "peer", "peer's time"),
+        *("peer's memory", "over one process"),
+    ),
+    "rung": (
+        *("the one idea", "lines", "time", "over one process", "ratio of times", "peer", "sent per step"),
+        *("parameters, gradients, state", "memory of the fullest rank", "peer's memory"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -115,28 +116,19 @@ def of_section(section: Section, slug: str, found: Results, label: str = "", wai
     return _table(section.entries, [*more, *section.columns()], slug, found, label)
 
 
-def of_strategies(entries: Sequence[Entry], slug: str, found: Results, label: str) -> Table:
-    """Return the table of strategies."""
-    return _table(entries, _ordered(entries, FIRST), slug, found, label, "strategy")
-
-
-def of_rungs(entries: Sequence[Entry], slug: str, found: Results, label: str) -> Table:
-    """Return the table of the training ladder."""
-    return _table(entries, _ordered(entries, FIRST_OF_RUNGS), slug, found, label, "rung")
+def of_training(entries: Sequence[Entry], slug: str, found: Results, label: str, first: str) -> Table:
+    """Return the table of strategies, or of the training ladder; `first` is one of FIRST."""
+    several = [*columns.shown(entries), *STRATEGY]
+    order = {heading: index for index, heading in enumerate(FIRST[first])}
+    several.sort(key=lambda column: order.get(column.heading, len(order)))
+    several = [column for column in several if any(column.cell(entry) for entry in entries)]
+    return _table(entries, several, slug, found, label, first)
 
 
 def of_comparisons(entries: Sequence[Entry], slug: str, found: Results) -> Table:
     """Return a short table of training steps beside another library's, for Markdown."""
     several = [column for column in columns.COLUMNS if column.heading in COMPARED]
     return _table(entries, several, slug, found, "", "strategy")
-
-
-def _ordered(entries: Sequence[Entry], headings: Sequence[str]) -> list[Column]:
-    """Return the columns that these entries fill, starting with these."""
-    several = [*columns.shown(entries), *STRATEGY]
-    order = {heading: index for index, heading in enumerate(headings)}
-    several.sort(key=lambda column: order.get(column.heading, len(order)))
-    return [column for column in several if any(column.cell(entry) for entry in entries)]
 
 
 def _table(

@@ -176,7 +176,7 @@ def _plain(x: Any) -> Any:
 
 
 def _like(x: Any, c: Array) -> Any:
-    """The result c as what x is."""
+    """The result c as a NumPy array or a tensor, as x is, and in its dtype."""
     if isinstance(x, np.ndarray):
         return c.view(x.dtype)
     import torch

@@ -1,4 +1,4 @@
-"""Kernels of one's own, judged: right for random numbers of any size, and scored by what they cost.
+"""Check a reader's own kernels on random numbers of any size, and score them by what they cost.
 
 | File | Holds |
 |---|---|

@@ -1,4 +1,4 @@
-"""The time of recorded launches on a GPU, by its own clock: told beside the score, and no part of it.
+"""Time recorded launches on a GPU, by its own clock. The time stands beside the score and is no part of it.
 
 The machine code is made of the PTX that the emulator has run without a fault, on the same numbers. PTX is
 compiled for sm_90a, which H100 and H200 run.

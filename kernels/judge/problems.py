@@ -1,4 +1,4 @@
-"""Ten problems for kernels of one's own: a specification, random cases of any size, and what par costs.
+"""Ten problems for a reader's own kernels: a specification, random cases of any size, and what par costs.
 
 A problem is a function. Its docstring is the specification, its parameters after `draw` are the sizes, and it
 returns a case: the arrays with random numbers, and what has to come out, computed in float64. Par is what the

@@ -75,7 +75,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of a solution: a score, 100 for par, or what is wrong."""
+    """The verdict on a solution: its score, 100 for par, or what is wrong with it."""
 
     problem: str
     score: int
@@ -85,7 +85,7 @@ class Verdict:
 
 
 class Meter(Counts):
-    """Counts that end a kernel which goes on for too long, and see float64 and what takes turns."""
+    """Counts that also stop a kernel that runs too long, and count float64 and accesses that take turns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention beside its formulas in float64: what tests and benchmarks hold every rung of it to."""
+"""Attention's formulas in float64, to which tests and benchmarks compare every rung."""
 
 from __future__ import annotations
 

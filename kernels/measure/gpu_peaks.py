@@ -7,7 +7,6 @@ several, by the GPU's own clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from . import gpu_timer
@@ -55,15 +54,11 @@ def _product_rate(torch: Any, timer: gpu_timer.GpuTimer, dtype: str, n: int, sec
     # Random values: zeros switch fewer transistors, and the clock would be higher than in real work.
     a, b = (torch.randn(n, n, device="cuda", dtype=kind) for _ in range(2))
     c = torch.empty(n, n, device="cuda", dtype=kind)
-    return 2 * n**3 / _best_seconds(timer, lambda: torch.matmul(a, b, out=c), seconds)
+    return 2 * n**3 / min(gpu_timer.rounds(timer, lambda: torch.matmul(a, b, out=c), seconds, CALLS))
 
 
 def _copy_rate(torch: Any, timer: gpu_timer.GpuTimer, seconds: float) -> float:
     """Return the bytes that a copy reads and writes per second."""
     size: int = min(COPY, torch.cuda.mem_get_info()[0] // 4)
     source, target = (torch.ones(size, device="cuda", dtype=torch.uint8) for _ in range(2))
-    return 2 * size / _best_seconds(timer, lambda: target.copy_(source), seconds)
-
-
-def _best_seconds(timer: gpu_timer.GpuTimer, call: Callable[[], object], seconds: float) -> float:
-    return min(gpu_timer.rounds(timer, call, seconds, CALLS))
+    return 2 * size / min(gpu_timer.rounds(timer, lambda: target.copy_(source), seconds, CALLS))

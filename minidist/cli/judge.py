@@ -1,4 +1,4 @@
-"""The command `minidist judge`: kernels of one's own, checked on random numbers and scored by what they cost.
+"""The command `minidist judge`: check your own kernels on random numbers, and score them by what they cost.
 
 minidist judge my_kernels.py
 minidist judge --show softmax
@@ -70,7 +70,7 @@ def judge(
     rows = [] if table is None else _read(table, [*PROBLEMS])
     verdicts = verdicts_on(file, names or PROBLEMS)
     found = {}
-    shown = [["problem", "score", "cost", "par", *HEADS, "GPU us"]]
+    lines = [["problem", "score", "cost", "par", *HEADS, "GPU us"]]
     for one in verdicts:
         counted = one.costs and {"cost": one.costs.total, **dataclasses.asdict(one.costs)}
         found[one.problem] = {
@@ -86,11 +86,11 @@ def judge(
             counted = {"cost": 0, "par": PROBLEMS[one.problem].par} | counted
         took = [] if one.seconds is None else [f"{one.seconds * 1e6:,.1f}"]
         numbers = [f"{count:,}" for count in counted.values()] if counted else []
-        shown.append([one.problem, str(one.score), *numbers, *took])
+        lines.append([one.problem, str(one.score), *numbers, *took])
     if as_json:
         print_json(found)
     else:
-        _show_table(shown, [one.wrong for one in verdicts])
+        _show_table(lines, [one.wrong for one in verdicts])
     if table is not None:
         rows.sort(key=lambda row: ([*PROBLEMS].index(row["problem"]), -int(row["score"])))
         text = io.StringIO()

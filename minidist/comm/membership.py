@@ -26,20 +26,17 @@ from minidist.comm.launching.channel import Connection, wait_for
 LOOPBACK = "127.0.0.1"
 
 
-def check_port(port: int) -> None:
-    """Refuse what is no port to listen on."""
-    check_whole("port", port, 0)
-    if port > 65535:
-        raise ValueError(f"port is {port}; give at most 65535, or 0 for a free one")
-
-
 class Members:
     """The coordinator's side: a connection to each member. Members are numbered as they come, from 0.
 
-    largest: bytes of the longest message that a member sends; one that announces more is dropped.
+    largest: bytes of the longest message that a member sends; one that announces more is dropped. port: to
+    listen on; 0 for a free one.
     """
 
     def __init__(self, largest: int, port: int = 0) -> None:
+        check_whole("port", port, 0)
+        if port > 65535:
+            raise ValueError(f"port is {port}; give at most 65535, or 0 for a free one")
         self._listener = socket.create_server((LOOPBACK, port), backlog=64)
         self._listener.setblocking(False)
         self.address = f"{LOOPBACK}:{self._listener.getsockname()[1]}"

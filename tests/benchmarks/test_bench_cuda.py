@@ -5,7 +5,6 @@ import importlib
 import itertools
 import json
 import os
-import statistics
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from minidist.benchmarks.report import ladders
 from minidist.kernels.cuda import RUNGS
 from minidist.kernels.cuda.attention import CUDA_ATTENTION_LADDER
 from minidist.kernels.cuda.runtime import device
-from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
+from tests.benchmarks.harness.test_turns import FakeBenchmark
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
 from tests.helpers.emulated_gpu import ROOF, EmulatedGpu
@@ -43,15 +42,6 @@ def bench(monkeypatch):
     found = importlib.import_module("minidist.benchmarks.bench_cuda")
     monkeypatch.setattr(found, "rates", {})
     return found
-
-
-class FakeBenchmark(WithoutStatistics):
-    """With the median of what was recorded."""
-
-    def pedantic(self, target, *, rounds=1):
-        super().pedantic(target, rounds=rounds)
-        if not self.disabled:
-            self.stats.stats.median = statistics.median(self.stats.stats.data)
 
 
 class KnownGpu(EmulatedGpu):

@@ -13,6 +13,7 @@ from minidist.benchmarks.harness import collective_timing, results
 from minidist.benchmarks.harness import run_suites as run
 from minidist.benchmarks.harness.training import pipelines
 from minidist.benchmarks.harness.training.rounds import Facts, Timed
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.comm import cost
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 from minidist.parallel import schedules
@@ -61,11 +62,12 @@ def test_what_scaling_enters(monkeypatch):
 
 
 def test_a_timeline_has_what_each_rank_did(cluster_of):
-    case = pipelines.TimedCut("byte-tiny", rows=4, micro_batches=2)
+    case = Work("byte-tiny", rows=4, micro_batches=2, cut_by_time=True)
     (step,) = zip(*cluster_of(2).run(pipelines.passes, case, "interleaved", 1), strict=True)
     schedule = schedules.by_name("interleaved", 2, 2, 2)
-    expected = schedules.simulate(schedule, pipelines.mean_times(step))
-    schedules.simulate(schedule, pipelines.times(step))  # a time for each pass of each stage
+    placement = schedules.SCHEDULES["interleaved"].placement(2, 2)
+    expected = schedules.simulate(schedule, pipelines.mean_times(step, placement))
+    schedules.simulate(schedule, pipelines.times(step, placement))  # a time for each pass of each stage
     lines = [pipelines.timeline(each) for each in (expected.timeline, step)]
     simulated, measured = lines
     assert [[each[:3] for each in rank] for rank in simulated] == [
@@ -79,7 +81,7 @@ def test_a_timeline_has_what_each_rank_did(cluster_of):
 
 
 def test_a_slow_pipeline_is_timed_in_three_steps_on_all_ranks(cluster_of):
-    case = pipelines.TimedCut("byte-tiny", rows=4, micro_batches=2)
+    case = Work("byte-tiny", rows=4, micro_batches=2, cut_by_time=True)
     steps = cluster_of(2).run(pipelines.passes, case, "1f1b", 9, 0.0)
     assert [len(each) for each in steps] == [3, 3]
 
@@ -233,7 +235,7 @@ def first_losses(name, case):
 
 @pytest.mark.parametrize("name", [name for name, kind in schedules.SCHEDULES.items() if kind.torch_name])
 def test_torchs_form_of_a_schedule_trains_the_same_stages(name, cluster_of):
-    case = pipelines.TimedCut("byte-tiny", rows=4, micro_batches=4)
+    case = Work("byte-tiny", rows=4, micro_batches=4, cut_by_time=True)
     found = cluster_of(2).run(first_losses, name, case)
     (torchs,) = [each for each, _ in found if each is not None]
     assert [ours for _, ours in found] == pytest.approx([torchs] * 2, rel=1e-5)

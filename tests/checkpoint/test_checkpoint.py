@@ -20,9 +20,10 @@ from minidist.cli import train
 from minidist.model import MLP
 from minidist.parallel.sharding.sets import parameter_set
 from minidist.parallel.sharding.units.units import Unit
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.models import mlp, vectors
 
-Clusters = Callable[[int], md.Cluster]
 Run = Callable[..., tuple[list[float], dict[str, Tensor], Any]]
 
 
@@ -44,20 +45,11 @@ class Noisy(nn.Module):
         return out
 
 
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (count,), generator=generator)
-
-
-def plain(seed: int) -> nn.Module:
-    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
-
-
 BATCHES = (12, 13, 9, 12)
 CASES = {
-    "adamw": contract.Case(plain, vectors, batches=BATCHES),
-    "sgd": contract.Case(plain, vectors, partial(torch.optim.SGD, lr=0.1, momentum=0.9), BATCHES),
-    "adafactor": contract.Case(plain, vectors, partial(torch.optim.Adafactor, lr=0.1), BATCHES),
+    "adamw": contract.Case(mlp, vectors, batches=BATCHES),
+    "sgd": contract.Case(mlp, vectors, partial(torch.optim.SGD, lr=0.1, momentum=0.9), BATCHES),
+    "adafactor": contract.Case(mlp, vectors, partial(torch.optim.Adafactor, lr=0.1), BATCHES),
     "noisy": contract.Case(Noisy, vectors, batches=BATCHES),
     "float32": contract.Case(lambda seed: MLP((6, 5, 3), seed=seed), vectors),
 }
@@ -82,10 +74,9 @@ def train_part(
     if resume:
         loaded = md.load(engine, path, scheduler=scheduler)
         first, extra = loaded.step, loaded.extra
-    for number, (inputs, targets) in enumerate(case.global_batches()):
+    for number, batch in enumerate(case.global_batches()):
         if first <= number < (99 if stop is None else stop):
-            share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-            losses.append(engine.step(inputs[share], targets[share]))
+            losses.append(engine.step(contract.own_rows(engine, batch)))
             scheduler.step()
         if number + 1 == STOP and not resume:
             md.save(engine, path.parent, step=STOP, scheduler=scheduler, extra={"losses": losses})

@@ -9,7 +9,7 @@ import resource
 import shutil
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from minidist.checkpoint import checkpoints, folders, index, saving, state, stat
 from minidist.model import MLP, Sampler
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.sharding.sharded import Sharded
+from tests.conftest import Clusters
 from tests.helpers import contract
 
-Clusters = Callable[[int], md.Cluster]
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.arange(8) % 3
 
@@ -170,10 +170,10 @@ class Bomb:
 
 def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path) -> None:
     mark, newest = tmp_path / "executed", checkpoints(folder)[0]
-    bomb = pickle.dumps(Bomb(mark))
+    bomb, ours = pickle.dumps(Bomb(mark)), files(newest)
     for name in (".metadata", "__0_0.distcp"):  # what torch.distributed.checkpoint calls its own
         (newest / name).write_bytes(bomb)
-    for file in files_of_ours(newest):
+    for file in ours:
         whole = file.read_bytes()
         for data in (bomb, whole + bomb, bomb + whole):
             file.write_bytes(data)
@@ -200,10 +200,6 @@ def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path) -> None:
     assert not mark.exists()
     pickle.loads(bomb)
     assert mark.exists()  # it was one
-
-
-def files_of_ours(path: Path) -> list[Path]:
-    return [path / "index.json", path / "rank-00000.bin"]
 
 
 @pytest.mark.parametrize("outside", ["../other", "/etc/passwd", ".."])
@@ -470,11 +466,15 @@ def test_a_save_replaces_what_was_there(tmp_path: Path, monkeypatch: Any, exchan
 # Saves that fail, on two ranks of which one is at fault.
 
 
+def step_on_own_rows(made: Any) -> None:
+    """A step in which the ranks share the rows."""
+    made.step(contract.own_rows(made, (ROWS, TARGETS)))
+
+
 def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
     """Save step 1 and then, with a fault on one rank, step 2. Returns the error's message."""
     made = engine()
-    share = slice(md.rank() * 4, md.rank() * 4 + 4)
-    made.step(ROWS[share], TARGETS[share])
+    step_on_own_rows(made)
     md.save(made, folder, step=1)
     with pytest.MonkeyPatch.context() as patch:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -551,8 +551,7 @@ def failing_saves(folder: Path, zero: int) -> list[str]:
                         md.save(made, target, step=steps, keep=1, asynchronous=asynchronous).wait()
                     said.append(str(error.value))
         md.save(made, folder, step=steps)
-        share = slice(md.rank() * 4, md.rank() * 4 + 4)
-        made.step(ROWS[share], TARGETS[share])
+        step_on_own_rows(made)
     return said
 
 
@@ -597,12 +596,11 @@ def test_a_strategy_that_forgets_a_box_is_found(tmp_path: Path, monkeypatch: Any
 def test_training_goes_on_while_a_thread_writes(cluster_of: Clusters, tmp_path: Path) -> None:
     def run() -> None:
         made = engine()
-        share = slice(md.rank() * 4, md.rank() * 4 + 4)
-        made.step(ROWS[share], TARGETS[share])
+        step_on_own_rows(made)
         before = made.full_state_dict()
         saving = md.save(made, tmp_path / "one", asynchronous=True)
         for _ in range(5):
-            made.step(ROWS[share], TARGETS[share])
+            step_on_own_rows(made)
         second = md.save(made, tmp_path / "two", asynchronous=True)
         assert saving.done  # the second waited for the first
         assert second.wait() == second.wait() == tmp_path / "two"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,11 @@ import minidist as md
 from minidist.checkpoint import state_dict
 from minidist.model import GPT, config
 from tests.checkpoint.test_checkpoint import PARSE, STOP, check_other_layout, check_same_layout, train_part
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.contract import ADAMW
 from tests.parallel.test_layouts import case
 
-Clusters = Callable[[int], md.Cluster]
 CASE = replace(case(2, 8), batches=(9, 8, 7), optimizer=ADAMW)
 
 
@@ -104,28 +103,19 @@ def test_ranks_may_cut_copies_at_other_places(cluster_of: Clusters, layout: str,
         adam = partial(torch.optim.Adam, lr=1e-2, eps=1e-3)
         return md.prepare(model, adam, md.Layout.parse(layout))
 
-    def train() -> list[dict[str, Tensor]]:
+    def train(layout: str, resumes: bool) -> list[dict[str, Tensor]]:
+        """The state after each of two steps; the second one may resume the first in another layout."""
         tokens = torch.arange(32).view(4, 8) * 10
         engine, found = prepared(layout, 0), []
-        for resumed in (False, True):
-            if resumed:
+        for step in range(2):
+            if step and resumes:
                 md.save(engine, tmp_path)
                 engine = prepared("dp=4", 1)
                 md.load(engine, tmp_path)
-            rows = slice(*(4 * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-            engine.step(tokens[rows], tokens[rows])
+            engine.step(contract.own_rows(engine, (tokens, tokens)))
             found.append(engine.full_state_dict())
         return found
 
-    def alone() -> list[dict[str, Tensor]]:
-        engine, found = prepared("dp=4", 0), []
-        for _ in range(2):
-            rows = slice(md.rank(), md.rank() + 1)
-            tokens = torch.arange(32).view(4, 8)[rows] * 10
-            engine.step(tokens, tokens)
-            found.append(engine.full_state_dict())
-        return found
-
-    expected = cluster_of(4).run(alone)[0]
-    for found in cluster_of(4).run(train):
+    expected = cluster_of(4).run(train, "dp=4", False)[0]
+    for found in cluster_of(4).run(train, layout, True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,36 +19,21 @@ from torch.nn import functional
 import minidist as md
 from minidist.checkpoint.pretrained import InFile
 from minidist.model import GPT, MLP, GPTConfig
+from tests.conftest import Clusters
 from tests.helpers.contract import ADAMW
+from tests.helpers.models import hugging_face
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def transformer(name: str) -> Any:
+def transformer(name: str, seed: int | None = None) -> Any:
     """A small model of transformers in float64, whose forward returns its logits."""
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    made = {
-        "llama": lambda: transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
-        ),
-        "tied llama": lambda: transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(num_attention_heads=4, tie_word_embeddings=True, **sizes)
-        ),
-        "gpt2": lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-        ),
-        "bert": lambda: transformers.BertForMaskedLM(
-            transformers.BertConfig(num_attention_heads=2, max_position_embeddings=16, **sizes)
-        ),
-    }[name]()
-    return with_logits(made.double().eval())
+    model = hugging_face(name, seed, exact=False).eval()
+    sys.modules["transformers"].logging.disable_progress_bar()
+    return with_logits(model)
 
 
 def with_logits(model: Any) -> Any:
@@ -57,8 +41,8 @@ def with_logits(model: Any) -> Any:
     return model
 
 
-FAMILIES = ("llama", "tied llama", "gpt2", "bert")
-TOKENS = torch.arange(4 * 8).view(4, 8) * 7 % 40
+FAMILIES = ("Llama", "Llama with one table", "GPT-2", "BERT")
+TOKENS = torch.arange(4 * 8).view(4, 8) * 7 % 13
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -76,16 +60,12 @@ def train_families(layout: md.Layout, folder: Path) -> None:
         md.save(engine, folder / f"{name}, saved").wait()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["dp=2,zero=3", pytest.param("dp=2,zero=2", marks=pytest.mark.deep)],
-)
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", pytest.param("dp=2,zero=2", marks=pytest.mark.deep)])
 def test_a_transformer_goes_there_and_back(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
     pytest.importorskip("transformers", reason="its models make the files, and read them")
     expected = {}
     for seed, name in enumerate(FAMILIES):
-        torch.manual_seed(seed)
-        model = transformer(name)
+        model = transformer(name, seed)
         model.save_pretrained(tmp_path / name)
         optimizer = SGD(model.parameters())
         token_loss(model(TOKENS), TOKENS).backward()  # type: ignore[no-untyped-call]
@@ -98,7 +78,7 @@ def test_a_transformer_goes_there_and_back(cluster_of: Clusters, tmp_path: Path,
             md.export(tmp_path / f"{name}, saved", folder, max_file_bytes=9000)
         assert len([*folder.glob("model-*.safetensors")]) > 1
         names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        assert ("lm_head.weight" in names) == (name == "llama"), "a tied matrix is stored once"
+        assert ("lm_head.weight" in names) == (name == "Llama"), "a tied matrix is stored once"
         again = with_logits(kind.from_pretrained(folder))
         assert again.config.architectures == [kind.__name__]
         torch.testing.assert_close(again(TOKENS), logits, rtol=1e-10, atol=1e-10)
@@ -294,7 +274,7 @@ def test_an_export_replaces_an_earlier_model_and_keeps_other_files(tmp_path: Pat
 def test_a_training_is_saved_whatever_transformers_says_of_its_texts(tmp_path: Path) -> None:
     """`save_pretrained` refuses a temperature without sampling, which published models have had."""
     pytest.importorskip("transformers", reason="the model is one of transformers")
-    model = transformer("llama")
+    model = transformer("Llama")
     model.generation_config.temperature = 0.5
     md.save(md.prepare(model, SGD), tmp_path / "run", step=1)
     md.export(tmp_path / "run" / "step-00000001", tmp_path / "model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import nn
 
 import minidist as md
+from tests.conftest import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 LAYOUTS = [md.Layout(dp=2, zero=zero) for zero in (0, 1, 3)]
 
 

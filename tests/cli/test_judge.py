@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from minidist.kernels.judge import PROBLEMS
-from tests.cli.conftest import Run
+from tests.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs/ladders/judge.md"
 EXAMPLE = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
@@ -35,6 +35,7 @@ def test_a_file_is_judged_and_what_passes_is_kept(
     code, out, err = run("judge", str(file), "--table", str(table), "--name", "a, b")
     header, add, reduction = out.splitlines()
     assert (code, err, header.split()[:4]) == (1, "", ["problem", "score", "cost", "par"])
+    assert len(header) == len(add) <= 100
     score = int(add.split()[1])
     assert add.split()[:4] == ["add", str(score), add.split()[2], f"{PROBLEMS['add'].par:,}"]
     assert 0 < score < 100

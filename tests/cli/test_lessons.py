@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from minidist.cli import lessons as folder_of
-from tests.cli.conftest import Run
+from tests.conftest import Run
 from tests.helpers.clocks import HANG
 
 LESSON = """# %% [markdown]

@@ -15,7 +15,7 @@ import pytest
 
 from minidist.cli.lessons import shipped
 from minidist.cli.lessons_export import FORMATS, POINTS, Cell, assignment, code, definitions, export
-from tests.cli.conftest import Run
+from tests.conftest import Run
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
 from tests.lessons.wrong_answers import wrong_answers

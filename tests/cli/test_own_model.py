@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.conftest import Run
 
 MODULE = """
 import torch
@@ -105,20 +105,16 @@ def test_train_takes_it(run: Run, own: tuple[str, ...], tmp_path: Path) -> None:
     assert 0 <= again["test_accuracy"] <= 1
 
 
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "pp=2"])
 @pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
-def test_compare_takes_it(run: Run, own: tuple[str, ...]) -> None:
-    assert found(run, "compare", *own, "--a", "dp=1", "--b", "dp=2,zero=3", "--dtype", "float64")["agree"]
+def test_compare_takes_it(run: Run, own: tuple[str, ...], layout: str) -> None:
+    assert found(run, "compare", *own, "--a", "dp=1", "--b", layout, "--dtype", "float64")["agree"]
 
 
 @pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
 def test_trace_takes_it(run: Run, own: tuple[str, ...]) -> None:
     traced = found(run, "trace", *own, "--layout", "dp=2", "--batch", "8", "--steps", "1")
     assert [each["calls"] for each in traced["ranks"]] == [1, 1]
-
-
-@pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
-def test_pipelines_take_it(run: Run, own: tuple[str, ...]) -> None:
-    assert found(run, "compare", *own, "--a", "dp=1", "--b", "pp=2", "--dtype", "float64")["agree"]
 
 
 def test_a_loss_of_your_own(run: Run) -> None:

@@ -11,8 +11,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from minidist.checkpoint import checkpoints, state_dict
 from minidist.cli import resuming
 from minidist.cli.train import TrainConfig, TrainResult, run, train
 from minidist.parallel.engine.training_step import Engine
+from tests.conftest import Clusters
 from tests.helpers import warm_python
-from tests.helpers.clocks import HANG
-from tests.helpers.processes import alive, descendants, wait_until_gone
+from tests.helpers.clocks import HANG, until
+from tests.helpers.processes import descendants, wait_until_gone
 
-Clusters = Callable[[int], md.Cluster]
 HERE = Path(__file__).parent.parent
 CONFIG = TrainConfig(steps=14, batch=13, save_every=3, layout=md.Layout(dp=2))
 
@@ -205,18 +204,13 @@ def signalled(
 
     everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`.
     """
-    deadline = time.monotonic() + HANG
-    while not checkpoints(str(config.save)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert until(lambda: checkpoints(str(config.save)) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     others = descendants(process.pid)
     for each in (process.pid, *(others if everyone else ())):
         os.kill(each, number)
     out, err = process.communicate(timeout=HANG)
-    while any(alive(each) for each in others):  # those of a killed command end a little later
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_gone(others)  # those of a killed command end a little later
     return out, err
 
 
@@ -329,11 +323,9 @@ def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: boo
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + HANG
-    while not (others := descendants(process.pid)):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert until(lambda: descendants(process.pid) or process.poll() is not None)
+    assert process.poll() is None
+    others = descendants(process.pid)
     for each in [*others, process.pid] if everyone else [process.pid]:
         os.kill(each, signal.SIGTERM)
     out, err = process.communicate(timeout=HANG)

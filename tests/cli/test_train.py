@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,7 @@ from minidist import comm
 from minidist.cli import train
 from minidist.cli.train import TrainConfig, TrainResult
 from minidist.cli.train_config import build, engine_of
-
-Clusters = Callable[[int], md.Cluster]
+from tests.conftest import Clusters
 
 
 def train_briefly(config: TrainConfig) -> TrainResult:
@@ -34,21 +32,29 @@ def test_the_digits_are_learned(cluster_of: Clusters) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "layouts"),
     [
-        TrainConfig(steps=12, batch=13, dtype="float64"),
-        TrainConfig(steps=12, batch=13, dtype="float64", rung="s4_loop_order", optimizer="sgd"),
-        TrainConfig(data="bytes", steps=4, batch=5, dtype="float64", clip_norm=0.5),
+        (TrainConfig(steps=12, batch=13, dtype="float64"), ("dp=2", "dp=4")),
+        (
+            TrainConfig(steps=12, batch=13, dtype="float64", rung="s4_loop_order", optimizer="sgd"),
+            ("dp=2", "dp=4"),
+        ),
+        (TrainConfig(data="bytes", steps=4, batch=5, dtype="float64", clip_norm=0.5), ("dp=2", "dp=4")),
+        (TrainConfig(steps=6, batch=13, dtype="float64"), ("dp=2,tp=2",)),
+        (TrainConfig(data="bytes", steps=2, batch=64, dtype="float64"), ("tp=2,pp=2,micro_batches=2",)),
     ],
 )
-def test_any_number_of_ranks_learns_the_same(cluster_of: Clusters, config: TrainConfig) -> None:
+def test_any_layout_learns_the_same(
+    cluster_of: Clusters, config: TrainConfig, layouts: tuple[str, ...]
+) -> None:
     (alone,) = cluster_of(1).run(train_briefly, config)
-    for ranks in (2, 4):
-        for result in cluster_of(ranks).run(train_briefly, replace(config, layout=md.Layout(dp=ranks))):
+    for layout in map(md.Layout.parse, layouts):
+        for result in cluster_of(layout.ranks).run(train_briefly, replace(config, layout=layout)):
             # Float64 and some sums in another order, over a few steps.
             torch.testing.assert_close(result.losses, alone.losses, rtol=1e-10, atol=1e-10)
             assert result.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
             assert result.test_accuracy == pytest.approx(alone.test_accuracy, rel=1e-12)
+            assert result.parameters == alone.parameters
             assert result.bytes_sent > 0
 
 
@@ -70,22 +76,6 @@ def test_a_gpts_rung_is_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = build(TrainConfig(data="bytes", rung="s7"))
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert {block.attention.attend.rung.name for block in list(model.layers)[1:-1]} == {"s7_backward"}
-
-
-@pytest.mark.parametrize(
-    ("config", "layout"),
-    [
-        (TrainConfig(steps=6, batch=13, dtype="float64"), "dp=2,tp=2"),
-        (TrainConfig(data="bytes", steps=2, batch=64, dtype="float64"), "tp=2,pp=2,micro_batches=2"),
-    ],
-)
-def test_any_layout_learns_the_same(cluster_of: Clusters, config: TrainConfig, layout: str) -> None:
-    (alone,) = cluster_of(1).run(train_briefly, config)
-    for result in cluster_of(4).run(train_briefly, replace(config, layout=md.Layout.parse(layout))):
-        torch.testing.assert_close(result.losses, alone.losses, rtol=1e-10, atol=1e-10)
-        assert result.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
-        assert result.test_accuracy == pytest.approx(alone.test_accuracy, rel=1e-12)
-        assert result.parameters == alone.parameters
 
 
 @pytest.mark.parametrize(("name", "momentum"), [("momentum", 0.9), ("sgd", 0)])

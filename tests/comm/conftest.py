@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,10 +10,11 @@ import minidist as md
 from minidist import comm
 from minidist.comm import work
 from minidist.comm.transport import shared_memory
+from tests.conftest import Clusters
 
 
 @pytest.fixture
-def small_buffers(cluster_of: Callable[[int], md.Cluster]) -> Iterator[Callable[[int], md.Cluster]]:
+def small_buffers(cluster_of: Clusters) -> Iterator[Clusters]:
     """Clusters whose staging buffers hold 64 bytes, so that a few elements take several chunks and pieces."""
 
     def resize(stage: int, piece: int) -> None:

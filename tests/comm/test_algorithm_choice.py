@@ -12,8 +12,7 @@ from minidist import comm
 from minidist.comm import algorithms, work
 from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import exact
-
-Clusters = Callable[[int], md.Cluster]
+from tests.conftest import Clusters
 
 
 def test_the_api_knows_every_algorithm() -> None:

@@ -20,9 +20,9 @@ import minidist as md
 from minidist import comm
 from minidist.comm.transport.gloo_workarounds import tree_children
 from tests.comm.one_process import REDUCE, exact, expected, inputs
+from tests.conftest import Clusters
 from tests.helpers.clocks import until
 
-Clusters = Callable[[int], md.Cluster]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm.mesh import AXES, Mesh
 from minidist.comm.work import ranks_of
-
-Clusters = Callable[[int], md.Cluster]
-
+from tests.conftest import Clusters
 
 BY_STAGE = {"pp": ((0, 2), (1, 3)), "tp": ((0, 1), (2, 3))}
 BY_TOKENS = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3)), "dp_cp": ((0, 1, 2, 3),)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from minidist import comm
 from minidist.comm import returned_ranks
 from minidist.comm.returned_ranks import ReturnedRanks
 from tests.comm.programs import torchrun
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 
-Clusters = Callable[[int], md.Cluster]
 SECONDS = HANG / 2
 """Below a run's limit."""
 

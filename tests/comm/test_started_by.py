@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 import minidist as md
 from minidist.comm import started_by
 from minidist.comm.started_by import Started
+from tests.comm.programs import written
 from tests.helpers.clocks import HANG
 from tests.helpers.processes import wait_until_gone
 
@@ -162,23 +162,19 @@ def mpirun(ranks: int, *words: str) -> str:
 
 @pytest.mark.deep
 def test_mpirun_starts_the_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch
-            import minidist as md
-            from minidist import comm
+    script = """
+        import torch
+        import minidist as md
+        from minidist import comm
 
-            md.init()
-            total = comm.all_reduce(torch.tensor([1.0 + md.rank()])).item()
-            shown = md.launch(lambda: f"{md.rank()} of {md.size()}, {md.local_rank()} here: {total}", ranks=4)
-            if md.rank() == 0:
-                print(shown)
-            """
-        )
-    )
-    assert mpirun(4, str(script)) == f"{[f'{rank} of 4, {rank} here: 10.0' for rank in range(4)]}\n"
+        md.init()
+        total = comm.all_reduce(torch.tensor([1.0 + md.rank()])).item()
+        shown = md.launch(lambda: f"{md.rank()} of {md.size()}, {md.local_rank()} here: {total}", ranks=4)
+        if md.rank() == 0:
+            print(shown)
+    """
+    expected = [f"{rank} of 4, {rank} here: 10.0" for rank in range(4)]
+    assert mpirun(4, str(written(tmp_path, script))) == f"{expected}\n"
 
 
 @pytest.mark.deep

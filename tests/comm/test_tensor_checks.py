@@ -6,7 +6,7 @@ import itertools
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from minidist import comm
 from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, Refusal, refusal
 from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import REDUCE
+from tests.conftest import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 Shared = dict[Any, torch.Tensor]
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool", "complex32"),

@@ -19,9 +19,9 @@ import minidist as md
 from minidist import comm
 from minidist.comm import ledgers, work
 from tests.comm.programs import run_script
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG, Clock
 
-Clusters = Callable[[int], md.Cluster]
 READS_PROC = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import minidist as md
+from tests.conftest import Clusters
 
 
 def on_ranks(*ranks: int, **values: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -27,7 +27,7 @@ def on_ranks(*ranks: int, **values: Sequence[Any]) -> Callable[[Callable[..., No
                 except Exception as error:
                     raise AssertionError(f"with {given}: {error!r}") from error
 
-        def test(cluster_of: Callable[[int], md.Cluster], ranks: int) -> None:
+        def test(cluster_of: Clusters, ranks: int) -> None:
             cluster_of(ranks).run(on_this_rank)
 
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__

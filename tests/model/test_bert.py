@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ import minidist as md
 from minidist.cli.train import TrainConfig, train
 from minidist.model import BERT, BERTConfig, GPTConfig, Rows, masked, masked_accuracy, masked_cross_entropy
 from minidist.model.loss import IGNORED
+from tests.conftest import Clusters
 from tests.helpers import contract
 
 SHAPE = BERTConfig(vocabulary=17, context=10, layers=2, heads=2, width=8, head="masked_lm")
@@ -31,7 +30,7 @@ CASE = contract.Case(
     "layout",
     ["dp=2", "dp=2,zero=3,micro_batches=2", "tp=2", "pp=2,micro_batches=2"],
 )
-def test_layouts_train_it_as_one_process_does(cluster_of: Callable[[int], md.Cluster], layout: str) -> None:
+def test_layouts_train_it_as_one_process_does(cluster_of: Clusters, layout: str) -> None:
     contract.check(cluster_of(2), CASE, md.Layout.parse(layout))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import minidist as md
 from minidist import comm
 from minidist.plain import one_process
 from minidist.plain.gpt import Batch, MakeOptimizer, gpt, loss_of
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 from tests.helpers.plain_rungs import (
     ADAMW,
@@ -33,8 +34,6 @@ from tests.helpers.plain_rungs import (
     small,
     train,
 )
-
-Clusters = Callable[[int], md.Cluster]
 
 
 def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

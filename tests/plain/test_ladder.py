@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import minidist as md
 from minidist import comm, plain
 from minidist.plain import experts, one_process
 from minidist.plain.gpt import Block, loss_of
+from tests.conftest import Clusters
 from tests.helpers.plain_rungs import ADAMW, EXACT, Parameters, draw_batches, parameters_of, small, train
 
-Clusters = Callable[[int], md.Cluster]
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.stem for path in (ROOT / "minidist/plain").glob("*.py") if path.stem != "__init__")
 
@@ -48,7 +47,7 @@ def test_a_rung_is_a_page(rung: str) -> None:
 
 
 def test_the_example_runs(
-    cluster_of: Callable[[int], md.Cluster],
+    cluster_of: Clusters,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import minidist as md
 from minidist import plain
 from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read, recipe
-from minidist.plain.mistakes.examine import DETECTORS, examine, subject
+from minidist.plain.mistakes.examine import DETECTORS, Found, examine, subject
 from minidist.plain.mistakes.formulas import held_by
 from minidist.plain.mistakes.ranks import Rank, on_ranks
 from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of, model_of, run
+from tests.conftest import Clusters
 from tests.helpers.plain_rungs import train
 
 PAGE = Path(__file__).parents[2] / "docs/mistakes.md"
@@ -133,20 +133,26 @@ def test_no_detector_finds_anything_in_what_is_right(rung: Mistake) -> None:
 
 
 @pytest.mark.deep
-def test_the_page_is_what_detectors_find() -> None:
+@pytest.mark.parametrize("name", KNOWN)
+def test_all_detectors_find_what_the_page_says(name: str) -> None:
+    check(KNOWN[name], [*DETECTORS])
+
+
+def test_the_page_is_what_its_script_writes() -> None:
+    marks = {
+        name: {detector: Found("x" if detector in found else "", 0.0) for detector in DETECTORS}
+        for name, found in table().items()
+    }
     page = runpy.run_path(str(PAGE.with_suffix(".py")))["page"]
-    found = {name: examine(mistake) for name, mistake in KNOWN.items()}
     written = re.sub(r"\nSeconds of .*\n", "", PAGE.read_text())
-    assert page(found) == written, "run: python docs/mistakes.py"
+    assert page(marks) == written, "run: python docs/mistakes.py"
 
 
 # Ranks as threads are ranks.
 
 
 @pytest.mark.parametrize("rung", ["overlap", "sharded", "pipeline", "sequence_parallel", "ring_attention"])
-def test_threads_send_and_compute_what_processes_do(
-    cluster_of: Callable[[int], md.Cluster], rung: str
-) -> None:
+def test_threads_send_and_compute_what_processes_do(cluster_of: Clusters, rung: str) -> None:
     found = run(Mistake(rung), 2, SHORT)
     ranks = cluster_of(2).run(train, rung, {}, batches_of(SHORT, Mistake.rows), ADAMW)
     for rank, right in enumerate(ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.plain import experts, one_process, pipeline, ring_attention, sequence_parallel
 from minidist.plain.gpt import Block
 from minidist.plain.mistakes.formulas import CUT, sent_by
+from tests.conftest import Clusters
 from tests.helpers.plain_rungs import (
     ADAMW,
     LAYERS,
@@ -35,7 +36,6 @@ from tests.helpers.plain_rungs import (
     train,
 )
 
-Clusters = Callable[[int], md.Cluster]
 D, ELEMENT = 32, 8  # of small()
 A = ROWS * T * D * ELEMENT
 MLPS = re.compile(r"\.mlps\.")

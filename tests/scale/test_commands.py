@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minidist.cli import plan
-from tests.scale.command import command
+from tests.conftest import Run
 
 WRONG = {
     "plan": [
@@ -66,16 +66,11 @@ WRONG = {
     ("name", "words", "message"), [(name, *each) for name, several in WRONG.items() for each in several]
 )
 def test_bad_input_gets_a_sentence(
-    name: str,
-    words: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Run, name: str, words: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan, "measured", lambda *_, **__: pytest.fail("it is measured first"))
-    code, out, error = command(name, capsys, *shlex.split(words))
+    code, out, error = run(name, *shlex.split(words))
     assert (code, out) == (2, "")
     assert message in error
     assert error.count("\n") == 1

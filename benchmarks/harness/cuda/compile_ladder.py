@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any, NamedTuple
+from unittest import mock
 
 from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.cuda import cuda_timing
@@ -66,16 +67,12 @@ def variants(capability: tuple[int, int]) -> tuple[list[Variant], list[str]]:
 def noted() -> Iterator[list[tuple[Kernel, tuple[Any, ...]]]]:
     """Note kernels with the types of their arguments, instead of launching them."""
     found: list[tuple[Kernel, tuple[Any, ...]]] = []
-    launch = Kernel.launch
 
     def note(self: Kernel, grid: tuple[int, ...], *args: Any, **more: Any) -> None:
         found.append((self, self.types(args)))
 
-    Kernel.launch = note  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Kernel, "launch", note):
         yield found
-    finally:
-        Kernel.launch = launch  # type: ignore[method-assign]
 
 
 def compile_variant(variant: Variant, capability: tuple[int, int]) -> str:

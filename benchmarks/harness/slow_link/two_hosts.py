@@ -25,7 +25,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from minidist.benchmarks.harness.slow_link import slow_wire as wire
@@ -108,9 +107,7 @@ class TwoHosts:
             self._kept = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kept.close()
 
     def wire(self, rate: float | None = None, delay: float = 0.0, cut: bool = False) -> None:
@@ -122,11 +119,6 @@ class TwoHosts:
             cut: drop all packets.
         """
         wire.ask(self.socket, rate=rate, delay=delay, cut=cut)
-
-    def sent(self) -> tuple[int, int]:
-        """Return the bytes, headers included, that each host has sent so far, from its card's counter."""
-        a, b = (counter(first) for first in self.firsts)
-        return a, b
 
     def command(self, host: int, words: Sequence[str]) -> list[str]:
         """Return the command that runs `words` on a host."""
@@ -204,10 +196,10 @@ def _ended(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def counter(process: int | str = "self") -> int:
-    """Return the bytes, headers included, that a process's host has sent through the wire so far."""
-    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
+def counter() -> int:
+    """Return the bytes, headers included, that this process's host has sent through the wire so far."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == wire.CARD:
             return int(figures.split()[8])
-    raise OSError(f"process {process} has no card {wire.CARD}")
+    raise OSError(f"this process has no card {wire.CARD}")

@@ -228,15 +228,8 @@ def accelerated(work: Work) -> Program:
     accelerator = Accelerator(cpu=True)
     model = work.build()
     prepared, optimizer = accelerator.prepare(model, ADAMW(model.parameters()))
-
-    def train(inputs: Tensor, targets: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = cross_entropy(prepared(inputs), targets)
-        accelerator.backward(loss)
-        optimizer.step()
-        return loss.item()
-
-    return _shared(train, model, optimizer.optimizer)
+    loop = plain_loop(prepared, optimizer, backward=accelerator.backward)
+    return _shared(loop, model, optimizer.optimizer)
 
 
 def deep_speed(stage: int, work: Work) -> Program:

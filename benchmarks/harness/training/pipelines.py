@@ -6,7 +6,6 @@ This code runs inside the ranks. Models are not tied: torch's pipelining leaves 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import inf
 from statistics import fmean, median
@@ -22,19 +21,9 @@ from minidist.benchmarks.harness.training.programs import Program, stepped
 from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work
 from minidist.kernels.measure.harness import LEAST
 from minidist.model.configs import config
-from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, StagePlacement, round_robin
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, StagePlacement
 from minidist.parallel.layerwise.layer_by_layer import cut, measure
-from minidist.parallel.schedules.instructions import Instruction
 from minidist.parallel.schedules.simulation import Event
-
-MICRO_BATCHES = 4
-
-
-@dataclass(frozen=True)
-class TimedCut(Work):
-    """A training step of a pipeline whose layers are cut by time, so that the slowest part is fastest."""
-
-    micro_batches: int = 8
 
 
 def stages(work: Work, name: str = DEFAULT_SCHEDULE) -> dict[int, nn.Module]:
@@ -49,7 +38,7 @@ def stages(work: Work, name: str = DEFAULT_SCHEDULE) -> dict[int, nn.Module]:
 @cache  # all programs of a world cut alike
 def _parts(work: Work, chunks: int) -> list[range]:
     layers: Any = work.build().layers
-    if not isinstance(work, TimedCut):
+    if not work.cut_by_time:
         return cut(layers, chunks * md.size())
     inputs, _ = work.batches()[0]
     seconds = torch.tensor(measure(layers, inputs[: work.rows // work.micro_batches]))
@@ -57,15 +46,10 @@ def _parts(work: Work, chunks: int) -> list[range]:
     return cut(layers, chunks * md.size(), seconds.tolist())
 
 
-def micro_batches(work: Work) -> int:
-    """Return the number of a step's micro-batches."""
-    return work.micro_batches if isinstance(work, TimedCut) else MICRO_BATCHES
-
-
 def pipeline(schedule: str, work: Work) -> Program:
     """Train with `md.Pipeline` by one of our schedules."""
     (stage,) = stages(work).values()
-    return stepped(md.Pipeline(stage, schedule, micro_batches(work)), stage)
+    return stepped(md.Pipeline(stage, schedule, work.micro_batches), stage)
 
 
 def torch_pipeline(name: str, work: Work) -> Program:
@@ -82,7 +66,7 @@ def torch_pipeline(name: str, work: Work) -> Program:
     loss, made_by = nn.functional.cross_entropy, getattr(pipelining, kind.torch_name)
     schedule: Any = made_by(
         own if issubclass(made_by, PipelineScheduleMulti) else own[0],
-        micro_batches(work),
+        work.micro_batches,
         loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten()),
     )
 
@@ -100,20 +84,14 @@ def torch_pipeline(name: str, work: Work) -> Program:
     return Program(train, module=modules, optimizer=optimizer)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A timed forward or backward pass, by a clock that all ranks share."""
+def passes(work: Work, name: str, rounds: int, seconds: float = inf) -> list[list[Event]]:
+    """Return when this rank ran which pass, for each of `rounds` steps; `LEAST` suffice after `seconds`.
 
-    instruction: Instruction
-    start: float
-    end: float
-
-
-def passes(work: TimedCut, name: str, rounds: int, seconds: float = inf) -> list[list[Pass]]:
-    """Return when this rank ran which pass, for each of `rounds` steps; `LEAST` suffice after `seconds`."""
+    The ranks of a host share the clock.
+    """
     held, batch = [*stages(work, name).values()], work.batches()[0]
     parallel = md.Pipeline(held, name, work.micro_batches)
-    steps: list[list[Pass]] = []
+    steps: list[list[Event]] = []
     begun = perf_counter()
     for number in range(rounds + 1):
         passed = comm.all_reduce(torch.tensor(perf_counter() - begun), "max")
@@ -123,11 +101,11 @@ def passes(work: TimedCut, name: str, rounds: int, seconds: float = inf) -> list
         with parallel.timed() as events:
             parallel.step(*batch)
         if number:  # the first one finds the shapes
-            steps.append([Pass(*event) for event in events if event.instruction.computes])
+            steps.append([event for event in events if event.instruction.computes])
     return steps
 
 
-def message_seconds(work: TimedCut, rounds: int = 40) -> float:
+def message_seconds(work: Work, rounds: int = 40) -> float:
     """Return the seconds to send a micro-batch's activations to the other of two ranks: half a round trip."""
     shape = config(work.model)
     activations = torch.zeros(work.rows // work.micro_batches, shape.context, shape.width)
@@ -143,17 +121,8 @@ def message_seconds(work: TimedCut, rounds: int = 40) -> float:
     return median(seconds[10:])
 
 
-def times(
-    ranks: Sequence[Sequence[Pass]], placement: StagePlacement | None = None
-) -> dict[str, list[list[float]]]:
-    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them.
-
-    placement: where the stages are; None for round robin.
-    """
-    everything = [each.instruction for own in ranks for each in own]
-
-    if placement is None:
-        placement = round_robin(len(ranks), 1 + max(each.chunk for each in everything))
+def times(ranks: Sequence[Sequence[Event]], placement: StagePlacement) -> dict[str, list[list[float]]]:
+    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them."""
 
     def of(kind: str, stage: int, rank: int) -> list[float]:
         return [
@@ -164,22 +133,20 @@ def times(
 
     return {
         kind: [of(kind, stage, rank) for stage, rank in enumerate(placement.ranks)]
-        for kind in {each.kind for each in everything}
+        for kind in {each.instruction.kind for own in ranks for each in own}
     }
 
 
-def mean_times(
-    ranks: Sequence[Sequence[Pass]], placement: StagePlacement | None = None
-) -> dict[str, list[float]]:
+def mean_times(ranks: Sequence[Sequence[Event]], placement: StagePlacement) -> dict[str, list[float]]:
     """Return the mean seconds per kind of pass and stage, which is all that a plan can know beforehand."""
     return {kind: [fmean(own) for own in each] for kind, each in times(ranks, placement).items()}
 
 
-def timeline(ranks: Sequence[Sequence[Pass | Event]]) -> list[list[list[Any]]]:
+def timeline(ranks: Sequence[Sequence[Event]]) -> list[list[list[Any]]]:
     """Return each rank's passes in order: kind, micro-batch, chunk, start and end in seconds of the step."""
     began = min(own[0].start for own in ranks)
 
-    def box(each: Pass | Event) -> list[Any]:
+    def box(each: Event) -> list[Any]:
         of = each.instruction
         return [of.kind, of.micro_batch, of.chunk, each.start - began, each.end - began]
 

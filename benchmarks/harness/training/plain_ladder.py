@@ -122,16 +122,14 @@ def _engine(
     adapt: what makes the model ready for the engine. plan: how its layers are cut, or a function from the
     model to that. options: those of `DataParallel`.
     """
-    return partial(_prepared, layout, adapt, plan, options)
 
+    def make(work: Work) -> Program:
+        model: Any = work.build()
+        given: Any = {"plan": plan(model) if callable(plan) else plan, "data_parallel": options or None}
+        adapted = adapt(model) if adapt else model
+        return EngineProgram(md.prepare(adapted, ADAMW, md.Layout.parse(layout), rehearse=False, **given))
 
-def _prepared(
-    layout: str, adapt: Callable[[Any], nn.Module] | None, plan: Any, options: Mapping[str, Any], work: Work
-) -> Program:
-    model: Any = work.build()
-    given: Any = {"plan": plan(model) if callable(plan) else plan, "data_parallel": options or None}
-    adapted = adapt(model) if adapt else model
-    return EngineProgram(md.prepare(adapted, ADAMW, md.Layout.parse(layout), rehearse=False, **given))
+    return make
 
 
 def _mixture(work: Any) -> Program:

@@ -36,24 +36,16 @@ COUNTED = (
 )
 
 
-class ClockedBatches(Sequence[Batch]):
+class ClockedBatches(list[Batch]):
     """Batches that note when a loop takes each of them, and when it comes back for one more."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self.times: list[float] = []
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return len(self._batches)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a batch, without noting it."""
-        return self._batches[index]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches one after the other."""
-        for batch in self._batches:
+        for batch in super().__iter__():
             self.times.append(time.perf_counter())
             yield batch
         self.times.append(time.perf_counter())
@@ -119,7 +111,7 @@ class Holdings:
 class RungProgram(Program):
     """A rung as a program. Every run trains a new model from the first weights."""
 
-    def __init__(self, form: RungForm, work: LadderWork) -> None:
+    def __init__(self, form: RungForm, work: Work) -> None:
         self._form, self._work = form, work
         self._memory: Memory | None = None
 
@@ -158,12 +150,7 @@ def jobs(work: LadderWork, forms: Sequence[RungForm]) -> dict[str, Job]:
     made = {}
     for form in forms:
         warm, steps = whole_periods(WARM, form), whole_periods(STEPS, form)
-        rung = Job(form.ranks, work, partial(_rung, form), form.period, warm=warm, steps=steps)
+        rung = Job(form.ranks, work, partial(RungProgram, form), form.period, warm=warm, steps=steps)
         made[program_name(form.name, plain=True)] = rung
         made[program_name(form.name, plain=False)] = rung._replace(make=form.make)
     return made
-
-
-def _rung(form: RungForm, work: Work) -> Program:
-    assert isinstance(work, LadderWork)
-    return RungProgram(form, work)

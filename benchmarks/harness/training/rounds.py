@@ -331,8 +331,13 @@ def check(pair: Pair, measured: Measured) -> None:
             require_alike(measured, name, YARDSTICK)
 
 
-def compare_pair(benchmark: Benchmark, pair: Pair, work: Work, measured: Measured) -> Timed:
-    """Check a row, store its times beside its peer's as the benchmark's result, and return the row's."""
+def compare_pair(
+    benchmark: Benchmark, pair: Pair, work: Work, measured: Measured, goal: float | None = None
+) -> Timed:
+    """Check a row, store its times beside its peer's as the benchmark's result, and return the row's.
+
+    goal: for the ratio to the peer.
+    """
     check(pair, measured)
     ours = measured[key(pair.row)]
     peer = measured.get(beside(pair)) if pair.peer else None
@@ -340,6 +345,8 @@ def compare_pair(benchmark: Benchmark, pair: Pair, work: Work, measured: Measure
     benchmark.extra_info |= {"label": pair.label, **ours.figures(work.rows)}
     if benchmark.extra_info["bytes_per_step"]:  # nothing is hidden of what is not sent
         benchmark.extra_info["hidden"] = min(facts.hidden for facts in ours.facts)
+    if goal:
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": goal}
     return ours
 
 

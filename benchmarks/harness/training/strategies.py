@@ -8,6 +8,7 @@ family are measured in turns with each other, their peers, and plain training in
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from minidist.benchmarks.harness.training.peers import OUTSIDE
@@ -78,11 +79,8 @@ def _row(strategy: str, layout: str, *peers: str, **more: Any) -> Row:
     return Row(strategy, layout, peers=peers, **more)
 
 
-def _full(strategy: str, layout: str, *peers: str, **more: Any) -> Row:
-    """Make a row that a quick run leaves out."""
-    return Row(strategy, layout, peers=peers, full_only=True, **more)
-
-
+_full = partial(_row, full_only=True)
+"""Make a row that a quick run leaves out."""
 SEQUENCE = "torch parallelize_module, SequenceParallel"
 FAMILIES = {
     "one process": (

@@ -39,6 +39,8 @@ class Work:
     tied: bool = False  # whether a GPT's output matrix is its token table; some peers can't tie weights
     hidden: tuple[int, ...] = (512, 512, 512)  # widths of the MLP's hidden layers
     experts: int = 0  # in each block of a GPT, in place of its MLP
+    micro_batches: int = 4  # of a pipeline's step
+    cut_by_time: bool = False  # a pipeline's layers are cut so that the slowest part is as fast as can be
 
     def build(self) -> nn.Module:
         """Build the model, the same on every rank."""
@@ -73,6 +75,7 @@ def plain_loop(
     optimizer: Any,
     loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> Callable[[Tensor, Tensor], float]:
     """Return a training step as torch's users write it; the passes run inside the context `around`."""
 
@@ -80,7 +83,7 @@ def plain_loop(
         optimizer.zero_grad()
         with around():
             loss = loss_of(model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            backward(loss)
         optimizer.step()
         return loss.item()
 

@@ -26,7 +26,7 @@ ELEMENT = NUMBERS + 15  # bytes of an element of the product on the board; its k
 SEATS = ELEMENT + 1  # threads that its parts suffice for
 PATIENCE = 1_000_000  # looks at a counter, of a cycle or two each: some 0.3 ms
 
-# Rungs enter here who works in a worker for products with this ELEMENT: see `serve`.
+# By ELEMENT, what a worker calls for such a product: see `serve`. A rung adds its own.
 HELP: dict[int, Callable[[int], int]] = {}
 
 board = empty(1, NUMBERS + 4 * LINE, np.int64)[0]

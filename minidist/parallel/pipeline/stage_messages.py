@@ -106,11 +106,13 @@ class StageMessages:
         channel, message = self._plan.routes[instruction]
         key, forms = self._key(message), [(x.shape, x.dtype) for x in xs]
         lane, tag = self._lane(channel), self._tag_of(channel)
-        if key not in self._forms:
-            self._sent[instruction] = _send_unknown(xs, channel.destination, lane, tag)
-            self._forms[key] = forms
-            return
-        if self._expected(channel, key) != forms:
+        if key not in self._forms:  # the receiver does not know the forms: each tensor goes after its own
+            for number, x in enumerate(xs):
+                if x.dtype not in DTYPES or x.dim() > MOST_DIMS or not (number or x.is_floating_point()):
+                    raise _cannot_be_sent(f"a stage gave {described(x)}")
+            told = [torch.tensor(numbers).to(xs[0].device) for numbers in headers(forms)]
+            xs = [part for pair in zip(told, xs, strict=True) for part in pair]
+        elif self._expected(channel, key) != forms:
             before = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._forms[key]]
             now, then = (" and ".join(map(described, each)) for each in (xs, before))
             raise ValueError(
@@ -119,6 +121,7 @@ class StageMessages:
                 "shape of its inputs"
             )
         self._sent[instruction] = [comm.send(x, channel.destination, tag, lane, async_op=True) for x in xs]
+        self._forms.setdefault(key, forms)
 
     def receive(self, instruction: Instruction) -> Tensors:
         """Wait for the output or the gradient that the neighbour sends."""
@@ -205,18 +208,6 @@ def _cannot_be_sent(what: str) -> TypeError:
     )
 
 
-def _send_unknown(xs: Tensors, destination: int, group: Group, tag: int) -> list[comm.Work]:
-    """Send tensors whose forms the receiver does not know: each goes after its shape and dtype, 80 bytes."""
-    for number, x in enumerate(xs):
-        if x.dtype not in DTYPES or x.dim() > MOST_DIMS or not (number or x.is_floating_point()):
-            raise _cannot_be_sent(f"a stage gave {described(x)}")
-    works = []
-    for x, numbers in zip(xs, headers([(x.shape, x.dtype) for x in xs]), strict=True):
-        parts = torch.tensor(numbers).to(x.device), x
-        works += [comm.send(part, destination, tag, group, async_op=True) for part in parts]
-    return works
-
-
 def headers(forms: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[list[int]]:
     """For each tensor ten numbers: its dtype and how many more tensors follow, its dimensions, its shape."""
     return [
@@ -227,7 +218,7 @@ def headers(forms: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[list[int
 
 
 def _receive_unknown(source: int, group: Group, device: torch.device, tag: int) -> Tensors:
-    """Receive the tensors that `_send_unknown` sent."""
+    """Receive tensors of unknown forms: each comes after its shape and dtype, 80 bytes."""
     received: Tensors = []
     more = 1
     while more:

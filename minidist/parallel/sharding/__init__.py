@@ -31,10 +31,10 @@ Where memory is given back:
 | ../contract/residency.py | who keeps what whole? The table, and what follows from a row |
 | share_model.py | `share_model`: which strategy trains a model? |
 | sharded.py | `Sharded`, the base of whole/ and units/: what does every row do in a step? |
+| state_by_name.py | `StateByName`, the base of that: what does a checkpoint save of this rank? |
 | sets/ | which parameters are shared in one way, and by which ranks? |
 | whole/ | parameters are whole: when is a bucket of gradients sent? |
 | units/ | parameters are not whole: when is a unit gathered, reduced and freed? |
 | optimizer/ | which elements does this rank update, and where does their state lie? |
-| state/ | what does a checkpoint save of this rank? |
 | loops/ | the classes for a loop of your own |
 """

@@ -19,8 +19,7 @@ from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.state.state_by_name import StateByName, tensor_boxes
-from minidist.parallel.sharding.whole.reducer import Reducer
+from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
 from minidist.parallel.training import clipping
 
 
@@ -32,7 +31,6 @@ class Sharded(StateByName):
     Attributes:
         buckets: hold the parameters, as far as they are dealt.
         on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
-        reducers: sum gradients as they arrive, where parameters are whole and there are other ranks.
     """
 
     buckets: list[Bucket]
@@ -43,7 +41,6 @@ class Sharded(StateByName):
         self.sharded = any(not param_set.residency.state for param_set in sets)
         self.gathers = not first.residency.parameters or bool(others)  # rows go to their experts
         self.on_owners: list[WholeOnOwners] = []
-        self.reducers: list[Reducer] = []
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
 
     @abstractmethod
@@ -72,16 +69,9 @@ class Sharded(StateByName):
             self.optimizer.zero_grad()  # an optimizer's own may do more
         self.forget()
 
-    def begin_final_backward(
-        self, weight: float | Tensor, loss_sum: Tensor | float, waits: bool = True
-    ) -> None:
-        """Have the next backward pass complete the gradients, and sum weight and loss over the ranks.
-
-        Where the state is shared, a third total counts the ranks for which this is the step's last pass.
-        """
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
+        """Keep this rank's weight and loss for the end of the next backward pass, which sums them."""
         self._own = weight, loss_sum
-        for reducer in self.reducers:
-            reducer.totals, reducer.waits = (weight, loss_sum, 1.0), waits
 
     def announce(self, is_padding: bool) -> None:
         """Say whether the rows of the next pass are padding: they use no parameter of the first set.

@@ -9,34 +9,24 @@ from minidist.benchmarks.harness import columns, results
 from minidist.benchmarks.harness.compare_runs import compare, judge
 from minidist.benchmarks.report import printed
 from tests.benchmarks.harness.test_results import MACHINE
+from tests.helpers import measured
 
 
-def entry(name="a", median=1.0, iqr=0.02, rounds=9, run="2025-01-01", **extra):
-    return {
-        "suite": "bench_x",
-        "group": "Things",
-        "name": f"test_{name}",
-        "fullname": f"bench_x.py::test_{name}",
-        "run": run,
-        "stats": {"median": median, "iqr": iqr, "rounds": rounds},
-        "extra_info": extra,
-    }
+def entry(name="a", median=1.0, iqr=0.02, rounds=9, **extra):
+    found = measured.entry("x", "Things", name, median, **extra)
+    found["stats"] |= {"iqr": iqr, "rounds": rounds}
+    return found
 
 
-def ratio(value, half=0.02, peer="torch DDP", **more):
-    return {"peer": peer, "peer_median": 1.0, "ratio": value, "pair_ratio_q1": value - half} | {
-        "pair_ratio_q3": value + half,
-        **more,
-    }
+def ratio(value, half=0.02, peer="torch DDP"):
+    return measured.beside(peer, value, value, half)
 
 
 def file_of(*entries, run="2025-01-01", mode="quick", info=MACHINE):
     return {
-        "schema": results.SCHEMA,
+        **measured.machine(*({**each, "run": run} for each in entries)),
         "machine_info": info,
         "runs": {run: {"mode": mode, "software": {}, "commit": None}},
-        "suites": {"bench_x": "About it."},
-        "benchmarks": [{**each, "run": run} for each in entries],
     }
 
 
@@ -64,7 +54,7 @@ def test_a_spread_that_exceeds_the_difference_says_so(value, half, rounds, undec
 
 def test_the_yardstick_has_a_verdict_of_its_own():
     over = {"over_yardstick": 1.01, "over_yardstick_q1": 0.9, "over_yardstick_q3": 1.1}
-    assert columns.undecided_over_yardstick(entry(**ratio(2.0), **over))
+    assert columns.undecided(entry(**ratio(2.0), **over), "over_yardstick")
     assert not columns.undecided(entry(**ratio(2.0), **over))
 
 

@@ -1,6 +1,11 @@
-"""The first check of a rung on a GPU, tried on the emulator; and the script of a first run, up to the GPU."""
+"""What is run by hand on a GPU, tried on the emulator: a rung is checked, and tuned with other constants.
 
+And the script of a first run, up to the GPU.
+"""
+
+import importlib
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -8,10 +13,13 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
-from minidist.benchmarks.harness import cuda_smoke
+from minidist.benchmarks.harness import cuda_smoke, cuda_tune
+from minidist.benchmarks.harness.cuda import cuda_timing
+from minidist.kernels import cuda
 from minidist.kernels.cuda.cuda_rung import CudaRung
-from minidist.kernels.cuda.runtime import device
+from minidist.kernels.cuda.runtime import device, gpu_driver
 from tests.helpers.clocks import HANG
+from tests.helpers.emulated_gpu import EmulatedGpu
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,3 +90,48 @@ def test_the_script_of_a_first_run_names_what_it_can_not_do(tmp_path):
     log = (tmp_path / "out" / "log-faults-1-of-2.txt").read_text()
     assert log.index("mistakes.silicon --compile") < log.index("mistakes.silicon --gpu --out")
     assert first_run("everything").returncode == 2
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """The emulator is timed as a GPU, at a small size; at the end rungs have their own constants again."""
+    monkeypatch.setattr(cuda_timing, "unavailable", lambda: None)
+    monkeypatch.setattr(cuda_timing, "gpu", EmulatedGpu)
+    monkeypatch.setattr(cuda_tune, "SIZE", 40)
+    modules = [importlib.import_module(f"{cuda.__name__}.{name}") for name in ("s2_coalesced", "s10_hopper")]
+    before = [dict(vars(module)) for module in modules]
+    yield
+    for module, names in zip(modules, before, strict=True):
+        vars(module).update(names)  # other tests hold the rungs that these files made first
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("tuned")
+def test_constants_and_what_follows_from_them_change_and_come_back():
+    module = importlib.import_module(f"{cuda.__name__}.s2_coalesced")
+    before = module.KERNEL.threads
+    cuda_tune.set_constants("s2_coalesced", ["ROWS=4"])
+    assert module.KERNEL.threads == 4 * 32 < before
+    checked, timed = cuda_tune.tune("s2_coalesced")
+    assert checked.startswith("right: s2_coalesced in float32, 1 products on cpu")
+    assert re.fullmatch(r"\S+ TFLOP/s, \S+ of torch.matmul's: s2_coalesced in float32, 40", timed)
+    cuda_tune.set_constants("s2_coalesced", ())
+    assert module.KERNEL.threads == before
+    with pytest.raises(ValueError, match=r"^WAYS=4: s2_coalesced sets no WAYS; give NAME=VALUE of a line of"):
+        cuda_tune.set_constants("s2_coalesced", ["WAYS=4"])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "settings",
+    [("GROUP=4", "CLUSTER=1", "BUFFERS=4"), ("GROUP=16", "CLUSTER=4", "BUFFERS=1")],
+    ids=" ".join,
+)
+@pytest.mark.usefixtures("tuned")
+def test_rung_10_is_right_with_the_constants_of_the_first_run(monkeypatch, settings):
+    """On so few multiprocessors that a cluster takes several tiles."""
+    monkeypatch.setattr(gpu_driver, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(cuda_timing, "unavailable", lambda: "timed above")
+    cuda_tune.set_constants("s10_hopper", ["COLUMNS=(256,)", *settings])
+    (checked,) = cuda_tune.tune("s10_hopper")
+    assert checked.startswith("right: s10_hopper in bfloat16, 1 products")

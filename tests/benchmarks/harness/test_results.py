@@ -166,7 +166,7 @@ def test_two_machines_of_one_name_have_files_of_their_own(tmp_path, monkeypatch)
         {**run("2025-01-01", "full", {"a": 1.0}), "machine_info": zen4}, tmp_path / "some-2-cores.json"
     )
     own = results.own_file(tmp_path, zen5)
-    assert own.name == f"some-2-cores-{results.identity.digest(zen5)}.json"
+    assert own.name == f"some-2-cores-{results.machine.digest(zen5)}.json"
     with pytest.raises(
         ValueError, match=r"holds results of Some CPU \(25-17-1\).* this is Some CPU \(26-2-1\)"
     ):

@@ -7,20 +7,11 @@ import pytest
 
 from minidist.benchmarks.harness import turns
 from minidist.benchmarks.harness.turns import REPLAY, compare, compared, quartiles, record
-
-
-class Clock:
-    """Seconds that pass only where a fake program says so."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
+from tests.helpers.clocks import Clock
 
 
 class FakeBenchmark:
-    """What pytest-benchmark's fixture does of pedantic mode, with a timer of choice."""
+    """What pytest-benchmark's fixture does of pedantic mode, with a timer of choice, and the median."""
 
     def __init__(self, timer=REPLAY.now, disabled=False):
         self.timer, self.disabled, self.extra_info, self.group = timer, disabled, {}, None
@@ -33,6 +24,7 @@ class FakeBenchmark:
             start = self.timer()
             target()
             self.stats.stats.data.append(self.timer() - start)
+        self.stats.stats.median = statistics.median(self.stats.stats.data)
         return None
 
 
@@ -42,7 +34,7 @@ def program(clock, seconds, calls=None, name=""):
     def run():
         if calls is not None:
             calls.append(name)
-        clock.seconds += seconds(clock.seconds) if callable(seconds) else seconds
+        clock.sleep(seconds(clock.now) if callable(seconds) else seconds)
 
     return run
 
@@ -51,7 +43,7 @@ def program(clock, seconds, calls=None, name=""):
 def test_a_planted_slowdown_is_the_ratio(slowdown):
     clock, benchmark = Clock(), FakeBenchmark()
     ours, peer = program(clock, 0.010 * slowdown), program(clock, 0.010)
-    turns.turns(benchmark, ours, peer, peer_name="the peer", rounds=7, clock=clock)
+    turns.turns(benchmark, ours, peer, peer_name="the peer", rounds=7, clock=clock.perf_counter)
     extra = benchmark.extra_info
     assert extra["ratio"] == pytest.approx(slowdown)
     assert (extra["pair_ratio_q1"], extra["pair_ratio_q3"]) == pytest.approx((slowdown, slowdown))
@@ -66,7 +58,7 @@ def test_a_planted_slowdown_is_the_ratio(slowdown):
 def test_programs_run_in_turn():
     clock, calls = Clock(), []
     ours, peer = program(clock, 0.01, calls, "A"), program(clock, 0.02, calls, "B")
-    turns.turns(FakeBenchmark(), ours, peer, peer_name="peer", rounds=3, clock=clock)
+    turns.turns(FakeBenchmark(), ours, peer, peer_name="peer", rounds=3, clock=clock.perf_counter)
     # Two calls of each to see how long it takes, then the turns.
     assert "".join(calls) == "AABB" + "ABABAB"
 
@@ -79,7 +71,7 @@ def test_drift_leaves_the_ratio_alone():
         return lambda now: seconds * (1 + now)
 
     ours, peer = program(clock, drifting(0.010)), program(clock, drifting(0.010))
-    turns.turns(benchmark, ours, peer, peer_name="peer", rounds=101, clock=clock)
+    turns.turns(benchmark, ours, peer, peer_name="peer", rounds=101, clock=clock.perf_counter)
     times = benchmark.stats.stats.data
     assert times[-1] / times[0] > 5
     assert benchmark.extra_info["ratio"] == pytest.approx(1.0, rel=0.02)
@@ -96,7 +88,7 @@ def test_a_short_program_is_called_often_enough_for_the_clock_and_never_cold():
 
     ours = program(clock, 0.050, calls, "long")
     peer = program(clock, cold_at_first, calls, "short")
-    turns.turns(benchmark, ours, peer, peer_name="peer", rounds=5, clock=clock)
+    turns.turns(benchmark, ours, peer, peer_name="peer", rounds=5, clock=clock.perf_counter)
     assert benchmark.extra_info["peer_median"] == pytest.approx(0.000_010)
     assert calls.count("short") == pytest.approx(5 * 100, rel=0.1)
     assert calls.count("long") == 2 + 5
@@ -106,7 +98,7 @@ def test_a_budget_bounds_the_rounds():
     for seconds, rounds in ((1.0, 5), (0.1, 10), (0.0001, 100)):  # equal programs: no round is saved
         clock, benchmark = Clock(), FakeBenchmark()
         both = program(clock, seconds), program(clock, seconds)
-        turns.turns(benchmark, *both, peer_name="peer", budget=2.0, clock=clock)
+        turns.turns(benchmark, *both, peer_name="peer", budget=2.0, clock=clock.perf_counter)
         assert len(benchmark.stats.stats.data) == rounds
 
 
@@ -116,7 +108,7 @@ def test_a_budget_bounds_the_rounds():
 def test_rounds_end_early_only_where_the_difference_is_large(slowdown, rounds):
     clock, benchmark = Clock(), FakeBenchmark()
     both = program(clock, 0.001 * slowdown), program(clock, 0.001)
-    turns.turns(benchmark, *both, peer_name="peer", budget=10.0, clock=clock)
+    turns.turns(benchmark, *both, peer_name="peer", budget=10.0, clock=clock.perf_counter)
     assert len(benchmark.stats.stats.data) == rounds
     assert benchmark.extra_info["ratio"] == pytest.approx(slowdown)
 
@@ -124,7 +116,7 @@ def test_rounds_end_early_only_where_the_difference_is_large(slowdown, rounds):
 def test_where_benchmarks_are_disabled_both_still_run_once():
     clock, calls, benchmark = Clock(), [], FakeBenchmark(disabled=True)
     ours, peer = program(clock, 0.01, calls, "A"), program(clock, 0.01, calls, "B")
-    turns.turns(benchmark, ours, peer, peer_name="peer", clock=clock)
+    turns.turns(benchmark, ours, peer, peer_name="peer", clock=clock.perf_counter)
     assert set(calls) == {"A", "B"}
     assert benchmark.extra_info == {}
 
@@ -150,7 +142,7 @@ def test_a_pause_before_each_turn_is_not_counted(monkeypatch):
     )
     calls = []
     ours, peer = program(clock, 0.010, calls, "ours"), program(clock, 0.020)
-    turns.turns(benchmark, ours, peer, peer_name="peer", rounds=3, pause=0.5, clock=clock)
+    turns.turns(benchmark, ours, peer, peer_name="peer", rounds=3, pause=0.5, clock=clock.perf_counter)
     assert benchmark.extra_info["ratio"] == pytest.approx(0.5)
     assert benchmark.stats.stats.data == pytest.approx([0.010] * 3)
     assert pauses.count(0.5) == 6
@@ -159,7 +151,7 @@ def test_a_pause_before_each_turn_is_not_counted(monkeypatch):
 
 def test_record_finds_a_benchmark_that_times_the_replay():
     with pytest.raises(RuntimeError, match="compared"):
-        record(FakeBenchmark(timer=Clock()), [0.2, 0.3])
+        record(FakeBenchmark(timer=Clock().perf_counter), [0.2, 0.3])
 
 
 def test_record_wants_a_round():

@@ -7,7 +7,6 @@ import pytest
 from minidist.benchmarks import bench_cpu_matmul
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.report import ladders
-from minidist.cli import commands
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 from tests.helpers import measured
 
@@ -60,16 +59,14 @@ def test_each_rung_counts_at_its_fastest_size_in_single_precision():
 
 
 @pytest.mark.parametrize("measured_here", [False, True])
-def test_a_clone_with_a_foreign_file_says_whose_it_is(capfd, monkeypatch, tmp_path, measured_here):
+def test_a_clone_with_a_foreign_file_says_whose_it_is(run, monkeypatch, tmp_path, measured_here):
     """As on a machine whose CPU has the same name as that of the results in the repository."""
     monkeypatch.setattr(results.machine, "describe", lambda: ZEN5["machine_info"])
     results.save(ZEN4, tmp_path / "amd-epyc-2-cores.json")
     if measured_here:
         results.save(ZEN5, results.own_file(tmp_path, ZEN5["machine_info"]))
-    with pytest.raises(SystemExit) as ended:
-        commands.main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "report.html")])
-    said, err = capfd.readouterr()
-    assert (ended.value.code, err) == (0, "")
+    code, said, err = run("report", "--results", str(tmp_path), "--out", str(tmp_path / "report.html"))
+    assert (code, err) == (0, "")
     html = (tmp_path / "report.html").read_text()
     assert ("This machine has no results yet" in said) != measured_here
     assert "another machine: AMD EPYC (25-17-1)" in html

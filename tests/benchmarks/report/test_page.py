@@ -10,7 +10,6 @@ from minidist.benchmarks.harness import columns, results
 from minidist.benchmarks.report import bars, card, chapters, page, printed
 from minidist.benchmarks.report.page import Notes
 from minidist.benchmarks.report.pieces import Cell
-from minidist.cli import commands
 from tests.benchmarks.report.test_whole_report import MACHINES
 from tests.helpers import measured
 
@@ -144,14 +143,12 @@ def test_charts_of_a_part_of_what_was_measured():
     assert (over.lines, over.rows[1].boxes[0].width) == ({"the limit, 1.00 KB": pytest.approx(2 / 3)}, 1.0)
 
 
-def test_the_command_writes_markdown_to_stdout_or_to_a_file(capfd, tmp_path):
+def test_the_command_writes_markdown_to_stdout_or_to_a_file(run, tmp_path):
     results.save(MACHINES["made up"], tmp_path / "made-up.json")
-    said = []
-    for words in ([], ["--out", str(tmp_path / "part.md")], ["--json"]):
-        with pytest.raises(SystemExit) as ended:
-            commands.main(["report", "--results", str(tmp_path), "--markdown", *words])
-        said.append((ended.value.code, *capfd.readouterr()))
-    (code, text, err), second, third = said
+    (code, text, err), second, third = (
+        run("report", "--results", str(tmp_path), "--markdown", *words)
+        for words in ([], ["--out", str(tmp_path / "part.md")], ["--json"])
+    )
     assert (code, err) == (0, "")
     found = results.in_order(tmp_path)[1]  # marks what another machine measured
     assert text == (tmp_path / "part.md").read_text() == printed.markdown(found)

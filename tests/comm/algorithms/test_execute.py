@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from minidist import comm
 from minidist.comm import algorithms
 from minidist.comm.algorithms import execute
 from tests.comm.one_process import REDUCE, exact, inputs
+from tests.conftest import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 ALL = [(operation, name) for operation, names in algorithms.ALGORITHMS.items() for name in names]
 
 

@@ -19,13 +19,12 @@ import minidist as md
 from minidist import comm
 from minidist.model import GPT, GPTConfig
 from tests.comm.programs import run_script, torchrun
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
-
-Checked = Callable[[int], md.Cluster]
 
 
 @pytest.fixture(scope="module")
-def checked() -> Iterator[Checked]:
+def checked() -> Iterator[Clusters]:
     """`checked(n)`: a warm cluster of n ranks that compare their calls."""
     clusters: dict[int, md.Cluster] = {}
 
@@ -247,11 +246,11 @@ def model_parallel_training() -> None:
         training,
     ],
 )
-def test_legal_programs_pass(checked: Checked, ranks: int, program: Callable[[], None]) -> None:
+def test_legal_programs_pass(checked: Clusters, ranks: int, program: Callable[[], None]) -> None:
     checked(ranks).run(program)
 
 
-def test_records_do_not_pile_up(checked: Checked) -> None:
+def test_records_do_not_pile_up(checked: Clusters) -> None:
     def many() -> tuple[int, int]:
         from minidist.comm import checking
 
@@ -339,7 +338,7 @@ OTHER_LINES = {
     ],
 )
 def test_different_calls_are_both_named_on_all_ranks(
-    checked: Checked, ranks: int, program: Callable[[], None], one: str, another: str
+    checked: Clusters, ranks: int, program: Callable[[], None], one: str, another: str
 ) -> None:
     text = told(checked(ranks), program, begins=program is other_shape_asynchronously)
     first, second = re.fullmatch(
@@ -374,7 +373,7 @@ def test_a_time_limit_says_where_everybody_is() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_returned_is_known_at_once(checked: Checked, ranks: int) -> None:
+def test_a_rank_that_returned_is_known_at_once(checked: Clusters, ranks: int) -> None:
     def skip() -> str:
         comm.barrier()
         if md.rank() == 1:
@@ -438,7 +437,7 @@ def swapped_while_under_way() -> None:
     ],
 )
 def test_two_places_in_opposite_order_are_named(
-    checked: Checked, ranks: int, program: Callable[[], None], places: tuple[str, ...]
+    checked: Clusters, ranks: int, program: Callable[[], None], places: tuple[str, ...]
 ) -> None:
     text = told(checked(ranks), program, begins=program is swapped_while_under_way)
     call = r"all_reduce of float32\[10\] by sum with ranks [\d, ]+ at (.+?)"
@@ -457,7 +456,7 @@ def test_two_places_in_opposite_order_are_named(
     assert {first, then} == {f"{helper}{__file__}:{line_of(place)}" for place in places}
 
 
-def test_calls_on_different_groups_are_a_circle(checked: Checked) -> None:
+def test_calls_on_different_groups_are_a_circle(checked: Clusters) -> None:
     def circle() -> None:
         pair = dist.new_group([0, 1])
         if md.rank() == 0:
@@ -472,7 +471,7 @@ def test_calls_on_different_groups_are_a_circle(checked: Checked) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_message_of_another_shape_is_named(checked: Checked, wait: bool) -> None:
+def test_a_message_of_another_shape_is_named(checked: Clusters, wait: bool) -> None:
     def exchange() -> None:
         if md.rank() == 0:
             work = comm.send(torch.ones(3), 1, tag=2, async_op=True)  # sent
@@ -500,7 +499,7 @@ def test_a_message_that_nobody_sends_is_named() -> None:
     assert f"rank 0 is at {__file__}:{line_of('sends nothing')}, it has made no call" in caught.value.summary
 
 
-def test_lines_of_a_notebooks_cell_are_named(checked: Checked) -> None:
+def test_lines_of_a_notebooks_cell_are_named(checked: Clusters) -> None:
     text = (
         "def first(): comm.all_reduce(torch.ones(3))\n"
         "def second(): comm.all_reduce(torch.ones(3))\n"

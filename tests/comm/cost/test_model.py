@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-import minidist as md
 from minidist.comm import cost
 from minidist.comm.algorithms import ALGORITHMS
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 from minidist.comm.cost.model import counted
-
-Clusters = Callable[[int], md.Cluster]
+from tests.conftest import Clusters
 
 LINKS = LinkProfile("test", "made up", {"messages": Link(1e-5, 1e-9)}, gamma=1e-10)
 CASES = [

@@ -17,7 +17,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,11 +32,11 @@ from minidist.comm.errors import FOLLOWS
 from minidist.comm.launching import rank_processes, worker
 from minidist.comm.launching.cluster import available_cores
 from tests.comm.programs import run_as_users_do, written
+from tests.conftest import Clusters
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG, until
+from tests.helpers.fresh_python import output_of
 from tests.helpers.processes import alive, descendants, wait_until_gone
-
-Clusters = Callable[[int], md.Cluster]
 
 
 @contextlib.contextmanager
@@ -776,17 +776,7 @@ def test_the_package_is_found_beside_a_folder_of_its_name(tmp_path: Path) -> Non
     """In a folder that holds a clone, `import minidist` imports the package, not the clone's folder."""
     (tmp_path / "minidist").mkdir()
     code = "import minidist; print(minidist.__version__)"
-    assert (
-        subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path)
-        == f"{md.__version__}\n"
-    )
-
-
-def test_importing_does_not_import_torch() -> None:
-    code = (
-        "import sys, minidist, minidist.cli.commands; print('torch' in sys.modules, 'numba' in sys.modules)"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False False\n"
+    assert output_of(code, folder=tmp_path) == md.__version__
 
 
 def test_ranks_that_cannot_meet_are_not_started() -> None:

@@ -30,8 +30,7 @@ from minidist.benchmarks.harness.slow_link.two_hosts import NAMES, TwoHosts, cou
 from minidist.checkpoint import CheckpointError
 from minidist.comm.algorithms.formulas import formula
 from minidist.comm.transport.host import by_host, processes
-from minidist.model import GPT, config
-from tests.helpers import contract, ranks_on_hosts
+from tests.helpers import contract, models, ranks_on_hosts
 from tests.helpers.clocks import HANG, until
 from tests.helpers.processes import alive, wait_until_gone
 
@@ -52,14 +51,8 @@ SIZE = 2**22
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
 
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 12), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def gpt(seed: int) -> GPT:
-    shape = config("byte-tiny", vocabulary=11, context=16, layers=2, heads=4, width=16)
-    return GPT(shape, seed=seed, dtype=torch.float64)
+tokens = partial(models.tokens, length=11)
+gpt = partial(models.gpt, context=16, heads=4, width=16)
 
 
 def case(rows: int) -> contract.Case:
@@ -107,9 +100,8 @@ def all_of_it(socket: str, folder: Path, apart: Path) -> Found:
         layout = md.Layout.parse(text)
         found.trained[text] = contract.train_on_this_rank(case(rows), layout)
         engine = md.prepare(gpt(0), SGD, layout)
-        inputs, targets = tokens(torch.Generator().manual_seed(1), rows)
-        share = slice(*(rows * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        step = partial(engine.step, inputs[share], targets[share])
+        batch = tokens(torch.Generator().manual_seed(1), rows)
+        step = partial(engine.step, contract.own_rows(engine, batch))
         step()
         with comm.ledger() as ledger:
             found.across[text] = across(step)

@@ -21,9 +21,9 @@ from minidist import comm
 from minidist.comm import messages
 from minidist.comm.transport import mailbox
 from minidist.comm.transport.host import HOST_VARIABLE, this_process
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 
-Clusters = Callable[[int], md.Cluster]
 SIZES = [0, 1, 7, 1000, 2**18 + 1, 2**20, 2**20 + 1]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,9 @@ from minidist import comm
 from minidist.comm import work
 from minidist.comm.transport import host, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 
-Clusters = Callable[[int], md.Cluster]
 pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
 

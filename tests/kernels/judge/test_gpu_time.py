@@ -16,6 +16,7 @@ from minidist.kernels.judge import gpu_time, verdicts
 from minidist.kernels.measure import gpu_timer
 from tests.helpers import warm_recorder
 from tests.helpers.fake_driver import FakeDriver, install
+from tests.kernels.measure.test_points import Timer
 
 TEXT = """
 import numpy as np
@@ -36,15 +37,6 @@ MATRIX = SimpleNamespace(ndim=2, dtype="float32")
 TYPES = (MATRIX, MATRIX, "float32", "int64", MATRIX)
 
 
-class Timer:
-    def seconds(self, program: Any, calls: int) -> float:
-        program()
-        return 1e-6
-
-    def wait(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("capability", "seconds"), [((9, 0), 1e-6), ((8, 0), None)])
 def test_a_gpu_gets_what_the_emulator_got(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], seconds: float | None
@@ -52,7 +44,7 @@ def test_a_gpu_gets_what_the_emulator_got(
     driver = FakeDriver(capability)
     install(monkeypatch, driver)
     monkeypatch.delenv(device.VARIABLE, raising=False)
-    monkeypatch.setattr(gpu_timer, "find", Timer)
+    monkeypatch.setattr(gpu_timer, "find", lambda: Timer([1e-6] * gpu_time.ROUNDS))
     monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
     link = compiler.link
 

@@ -20,6 +20,7 @@ from minidist.scale.planner.plan_report import answer
 from minidist.scale.planner.ranking import plan
 from minidist.scale.step_time.hardware import hardware
 from minidist.scale.step_time.prediction import predict_step
+from tests.conftest import Clusters
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 PARSE = md.Layout.parse
@@ -92,9 +93,7 @@ def train(layout: md.Layout, own: Callable[[], OwnModel] = resnet) -> tuple[dict
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1,recompute=true", "dp=2,zero=2", "dp=2,zero=3"])
-def test_predictions_are_what_ranks_hold_and_send(
-    cluster_of: Callable[[int], md.Cluster], layout: str
-) -> None:
+def test_predictions_are_what_ranks_hold_and_send(cluster_of: Clusters, layout: str) -> None:
     found, sent = cluster_of(2).run(train, PARSE(layout))[0]
     model = resnet()
     dry = dryrun(model, PARSE(layout), 12, way="shared_memory")
@@ -119,7 +118,7 @@ def test_predictions_are_what_ranks_hold_and_send(
     ],
 )
 def test_a_dry_run_of_a_cut_model_is_what_each_rank_holds_and_sends(
-    cluster_of: Callable[[int], md.Cluster], own: Callable[[], OwnModel], layout: str
+    cluster_of: Clusters, own: Callable[[], OwnModel], layout: str
 ) -> None:
     if own is llama:
         pytest.importorskip("transformers", reason="the Llama is its")

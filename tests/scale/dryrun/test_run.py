@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,11 +22,8 @@ from minidist.scale.dryrun.one_rank import DryRun, dryrun, dryrun_kinds
 from minidist.scale.dryrun.transformer import subject_of
 from minidist.scale.memory.estimates import estimate
 from minidist.scale.step_time.prediction import predict_step
+from tests.conftest import Clusters, Run
 from tests.helpers.dry_measured import Case, Measured, differences, measure, wrong
-from tests.scale.command import command
-
-Clusters = Callable[[int], md.Cluster]
-
 
 # Against real ranks: calls to the byte, memory within 5%.
 
@@ -287,26 +283,25 @@ def test_a_bert_holds_what_is_estimated(name: str, layout: str) -> None:
 # The command.
 
 
-def test_the_command_says_bytes_memory_time_and_assumptions(capsys: Any) -> None:
-    code, out, _ = command("dryrun", capsys, "--model", "byte-tiny", "--layout", "dp=2,tp=2,zero=1")
+def test_the_command_says_bytes_memory_time_and_assumptions(run: Run) -> None:
+    code, out, _ = run("dryrun", "--model", "byte-tiny", "--layout", "dp=2,tp=2,zero=1")
     assert code == 0
     for said in ("reduce_scatter", "activations", "of h100's", "optimizer", "step", "Assumed:"):
         assert said in out
 
 
-def test_a_program_may_read_it(capsys: Any) -> None:
+def test_a_program_may_read_it(run: Run) -> None:
     layout = "pp=2,micro_batches=2"
-    code, out, _ = command(
-        "dryrun", capsys, "--model", "byte-tiny", "--layout", layout, "--rank", "kinds", "--json"
-    )
+    words = ("dryrun", "--model", "byte-tiny", "--layout", layout, "--rank", "kinds", "--json")
+    code, out, _ = run(*words)
     found = json.loads(out)
     assert code == 0
-    assert [run["alike"] for run in found["runs"]] == [1, 1]
-    assert [run["place"]["pp"] for run in found["runs"]] == [0, 1]
+    assert [each["alike"] for each in found["runs"]] == [1, 1]
+    assert [each["place"]["pp"] for each in found["runs"]] == [0, 1]
     assert found["time"]["seconds"] > 0
     assert found["time"]["assumptions"]
-    for run in found["runs"]:
-        assert run["bytes_sent"] == sum(line["bytes_sent"] for line in run["calls"])
+    for each in found["runs"]:
+        assert each["bytes_sent"] == sum(line["bytes_sent"] for line in each["calls"])
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
-import minidist as md
+from tests.conftest import Clusters
 from tests.helpers.dry_measured import Case, wrong
 
-Clusters = Callable[[int], md.Cluster]
 pytestmark = pytest.mark.scale
 
 

@@ -29,9 +29,9 @@ from minidist.scale.memory.__main__ import main
 from minidist.scale.memory.estimates import Estimate, estimate
 from minidist.scale.memory.largest_batch import fits, heading, parse_bytes, standard_layouts, table
 from minidist.scale.memory.training_setup import TrainingSetup
+from tests.conftest import Clusters
 from tests.helpers.dry_measured import experts_in_turns
 
-Clusters = Callable[[int], md.Cluster]
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 TINY = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)

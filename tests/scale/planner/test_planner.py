@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 import minidist as md
 from minidist.cli import plan as cli_plan
-from minidist.comm.launching.cluster import Cluster
 from minidist.model import GPT, GPTConfig
 from minidist.model.configs import CONFIGS
 from minidist.parallel.contract.memory_report import size
@@ -33,7 +31,7 @@ from minidist.scale.planner.candidates import Refused, candidates
 from minidist.scale.planner.ranking import MEANINGFUL, Plan, Ranked, family_of, plan, seconds
 from minidist.scale.step_time import pipeline_time
 from minidist.scale.step_time.hardware import HARDWARE
-from tests.scale.command import command
+from tests.conftest import Clusters, Run
 
 GB = 10**9
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -288,7 +286,7 @@ def prepared(layouts: list[str], refused: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(("taken", "left"), [(40, 5), pytest.param(2, 2, marks=pytest.mark.deep)])
 def test_prepare_takes_what_is_planned_and_refuses_what_is_not(
-    cluster_of: Callable[[int], Cluster], taken: int, left: int
+    cluster_of: Clusters, taken: int, left: int
 ) -> None:
     layouts, refused = forms(4)
     assert len(layouts) >= 9
@@ -297,7 +295,7 @@ def test_prepare_takes_what_is_planned_and_refuses_what_is_not(
     assert found == [[]] * 4
 
 
-def test_a_trial_runs_what_was_predicted(cluster_of: Callable[[int], Cluster]) -> None:
+def test_a_trial_runs_what_was_predicted(cluster_of: Clusters) -> None:
     layouts = [md.Layout(dp=2), md.Layout(tp=2), md.Layout(pp=2, micro_batches=2)]
     shape = CONFIGS["byte-tiny"]
     found = cluster_of(2).run(trial.in_rank, shape, layouts, (4, 16), 2, "sgd")
@@ -316,12 +314,9 @@ def test_a_trial_runs_what_was_predicted(cluster_of: Callable[[int], Cluster]) -
 # The command.
 
 
-run = partial(command, "plan")
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", "bert-base", "--memory", "16GB", "--ranks", "4", "--batch", "32")
-    code, out, _ = run(capsys, *words)
+def test_the_command(run: Run) -> None:
+    words = ("plan", "--model", "bert-base", "--memory", "16GB", "--ranks", "4", "--batch", "32")
+    code, out, _ = run(*words)
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith(
@@ -329,7 +324,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "What does not fit:" in lines
     assert any("zero=2 with pp=2" in line for line in lines)
-    found = json.loads(run(capsys, *words[:4], "--ranks", "2", "--batch", "32", "--json")[1])
+    found = json.loads(run(*words[:5], "--ranks", "2", "--batch", "32", "--json")[1])
     assert found["answer"] == "dp=2,precision=fp16"
     assert found["profile"] == "v100-16gb"
     assert found["sentence"].startswith("Plain data parallelism is enough: dp=2 trains bert-base on 2 ranks")
@@ -345,8 +340,8 @@ def test_the_help_names_every_machine() -> None:
     assert set(HARDWARE) <= set(option.help.split(", "))
 
 
-def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--model", "gpt2-xl", "--memory", "1GB", "--ranks", "1", "--batch", "1")
+def test_what_fits_nowhere_is_an_exit_code(run: Run) -> None:
+    code, out, _ = run("plan", "--model", "gpt2-xl", "--memory", "1GB", "--ranks", "1", "--batch", "1")
     assert code == 1
     assert out.startswith("gpt2-xl does not fit on 1 rank of 1.00 GB: the smallest layout")
 

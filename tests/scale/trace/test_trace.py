@@ -30,10 +30,9 @@ from minidist.scale.trace.clocks import Clock, Reading
 from minidist.scale.trace.perfetto import PROCESS, document
 from minidist.scale.trace.record_events import Atom, Slice, lanes, passes
 from minidist.scale.trace.tracer import Trace, trace
+from tests.conftest import Clusters, Run
 from tests.helpers.trace_problems import check, problems
-from tests.scale.command import command
 
-Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=13, context=8, layers=2, heads=2, width=8)
 SGD = partial(torch.optim.SGD, lr=0.1)
 MICRO = "pp=2,micro_batches=3"
@@ -435,7 +434,7 @@ def test_the_picture_has_every_micro_batch(trace_of: Any, tmp_path: Path) -> Non
 
 
 def test_the_command_writes_a_trace_and_says_what_is_in_it(
-    cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
 ) -> None:
     runs: dict[int, list[Trace | None]] = {}  # one for both
 
@@ -446,13 +445,13 @@ def test_the_command_writes_a_trace_and_says_what_is_in_it(
     monkeypatch.setattr(train, "launch", launch)
     out, plot = tmp_path / "t.json", tmp_path / "t.png"
     small = ("--model", "gpt", "--layout", "dp=2", "--steps", "1", "--out", str(out))
-    code, text, _ = command("trace", capsys, *small, "--plot", str(plot))
+    code, text, _ = run("trace", *small, "--plot", str(plot))
     assert code == 0
     check(json.loads(out.read_text()))
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "dp1" in text
     assert "t.json, which ui.perfetto.dev opens; as a picture:" in text
-    code, text, _ = command("trace", capsys, *small, "--json")
+    code, text, _ = run("trace", *small, "--json")
     assert code == 0
     found = json.loads(text)
     assert [each["rank"] for each in found["ranks"]] == [0, 1]

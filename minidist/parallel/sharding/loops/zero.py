@@ -19,11 +19,11 @@ from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
+from minidist.parallel.sharding.loops.consolidated_state import ConsolidatedState
 from minidist.parallel.sharding.loops.loop_classes import check_zero_arguments, delegated
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.optimizer.parameter_groups import copy_options, same_options
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.state.consolidated_state import ConsolidatedState
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute

@@ -83,6 +83,7 @@ class WholeParameters(Sharded):
         self._is_alone = False
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
+        self.reducers: list[Reducer] = []  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
         self._attach()
 
@@ -259,6 +260,15 @@ class WholeParameters(Sharded):
         for reducer in self.reducers:
             is_kept = reducer.sets[0].residency.gradients
             reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
+
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
+        """Have the next backward pass complete the round, which also sums weight and loss over the ranks.
+
+        Where the state is shared, a third total counts the ranks for which this is the step's last pass.
+        """
+        super().begin_final_backward(weight, loss_sum, waits)
+        for reducer in self.reducers:
+            reducer.totals, reducer.waits = (weight, loss_sum, 1.0), waits
 
     def synchronize(self) -> tuple[float, float]:
         """Sum the gradients; returns the totals, summed over the ranks.

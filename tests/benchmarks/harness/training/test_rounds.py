@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from minidist.benchmarks.harness.training.peers import plain
 from minidist.benchmarks.harness.training.rounds import Job, UnderWay, measure_jobs
 from minidist.benchmarks.harness.training.what_is_trained import Work
-from minidist.comm.launching.cluster import Cluster
 from minidist.comm.ledgers import Call
 from minidist.kernels.measure.harness import LEAST
+from tests.conftest import Clusters
 
 
 class OneGpu:
@@ -34,7 +32,7 @@ def test_one_gpu_is_not_compared_with_cpus() -> None:
         measure_jobs(OneGpu, jobs, rounds=1)  # type: ignore[arg-type] # a double
 
 
-def test_ranks_on_one_kind_of_device_are_measured(cluster_of: Callable[[int], Cluster]) -> None:
+def test_ranks_on_one_kind_of_device_are_measured(cluster_of: Clusters) -> None:
     jobs = {"one": Job(1, Work("byte-tiny", 4), plain)}
     assert len(measure_jobs(cluster_of, jobs, rounds=2)["one"].seconds) == 2
     assert len(measure_jobs(cluster_of, jobs, rounds=9, each=0.0)["one"].seconds) == LEAST
