@@ -25,7 +25,7 @@ from torch import Tensor
 from minidist import comm
 from minidist._arguments import check_whole
 from minidist.checkpoint.errors import agree
-from minidist.checkpoint.folders import WRITING, checkpoints, make_directory, sync_directory
+from minidist.checkpoint.folders import checkpoints, make_directory, sync_directory, written_aside
 from minidist.checkpoint.index import Index, read_index, read_whole, stored_names, verify
 from minidist.checkpoint.state import Shaped, as_bytes, config_files, ties
 from minidist.checkpoint.values import decode
@@ -210,7 +210,7 @@ class StateDictFile:
     """Collects a `state_dict`, and writes it with `torch.save`; in use like `SafetensorsFiles`."""
 
     def __init__(self, path: Path, order: Sequence[str], extra: Mapping[str, Any]) -> None:
-        self._path, self._aside = path, path.with_name(path.name + WRITING)
+        self._path, self._aside = path, written_aside(path)
         self._values: dict[str, Any] = {**dict.fromkeys(order), **extra}
 
     def put(self, name: str, value: Tensor) -> None:
@@ -287,7 +287,7 @@ class SafetensorsFiles:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         # Stays open until all tensors have come.
-        self._open[path] = file = open(path.with_name(path.name + WRITING), "wb")  # noqa: SIM115
+        self._open[path] = file = open(written_aside(path), "wb")  # noqa: SIM115
         file.write(len(text).to_bytes(8, "little") + text)
         self._where |= {name: (file, 8 + len(text) + start) for name, start in starts.items()}
         self._missing |= starts.keys()
@@ -309,7 +309,7 @@ class SafetensorsFiles:
             file.flush()
             os.fsync(file.fileno())
         for path in self._open:
-            os.replace(path.with_name(path.name + WRITING), path)
+            os.replace(written_aside(path), path)
         for folder in {path.parent for path in self._open}:
             self._put_index(folder)
             sync_directory(folder)
@@ -333,4 +333,4 @@ class SafetensorsFiles:
         """Close the files, and remove those that have not got their names."""
         for path, file in self._open.items():
             file.close()
-            path.with_name(path.name + WRITING).unlink(missing_ok=True)
+            written_aside(path).unlink(missing_ok=True)

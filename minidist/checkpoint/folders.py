@@ -96,7 +96,7 @@ def make_directory(path: Path) -> None:
 
 
 def written_aside(path: Path) -> Path:
-    """Return where a checkpoint is written before it is renamed to `path`: next to it, on the same disk."""
+    """Return where a file or checkpoint is written before it is renamed to `path`: next to it."""
     return path.with_name(path.name + WRITING)
 
 

@@ -74,11 +74,8 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
         Stopped: SIGTERM came before the training began, or after its end; or Ctrl-C, with `config.save`.
     """
     results: list[TrainResult]
-    if config.save is None:
-        results = launch(train, config.layout.ranks, (config, progress), timeout)
-        return results[0]
     try:
-        if started_by() is not None:
+        if config.save is None or started_by() is not None:
             results = launch(train, config.layout.ranks, (config, progress), timeout)
         else:
             # Refuse the folder before ranks start, if it is to be refused.
@@ -97,6 +94,8 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
                     how = how_to_continue(config.save, config.resume)
                     raise Stopped(f"stopped by SIGTERM; {how}") from death
     except KeyboardInterrupt:
+        if config.save is None:
+            raise
         raise Stopped(f"stopped; {how_to_continue(config.save, config.resume)}", INTERRUPTED) from None
     return results[0]
 
@@ -212,18 +211,13 @@ def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float, in
         yield lambda loss, done: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     # Write to the descriptor, since a rank's sys.stderr forwards whole lines to the caller.
     with os.fdopen(os.dup(2), "w", errors="replace") as terminal:
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[told]}"),
-        )
-        name = f"{config.model_name} on {config.data}"
-        with Progress(TextColumn(name), *columns, console=Console(file=terminal)) as bar:
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[told]}"
+        with Progress("{task.description}", *columns, console=Console(file=terminal)) as bar:
+            name = f"{config.model_name} on {config.data}"
             task = bar.add_task(name, total=config.steps, told="preparing")
             yield lambda loss, done: bar.update(task, completed=done, told=f"loss {loss:.4f}")
 
