@@ -51,7 +51,12 @@ class TimedPass(NamedTuple):
 def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[TimedPass]:
     """The passes of a schedule, in an order in which they can run; do not change the list."""
     schedule = schedule_of(name, ranks, micro_batches, chunks)
-    stages = placement_of(schedule).stages
+    stages, recorded = placement_of(schedule).stages, schedule_kind(name).placement(ranks, chunks).stages
+    if stages != recorded:
+        raise ValueError(
+            f"{name} for {ranks} ranks, {micro_batches} micro-batches and {chunks} chunks has stages {stages} "
+            f"on its ranks, and its record in SCHEDULES says {recorded}"
+        )
     found: list[TimedPass] = []
     last, came = [NONE] * ranks, [NONE] * ranks  # for each rank its last pass, and that of the last message
     sent: dict[StageMessage, int] = {}  # after which pass
