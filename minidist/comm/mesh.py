@@ -58,7 +58,7 @@ class Mesh:
         # In the same order on all ranks, because making a group waits for its members.
         self._groups = {axis: self._made(self._rows(axis)) for axis in self._ranks}
         self.device_mesh: DeviceMesh | None = None
-        if dist.is_initialized() and world.size() == dist.get_world_size():  # and this rank is not `alone`
+        if dist.is_initialized():
             groups = [process_group(self._groups[axis]) for axis in AXES]
             kind = world.device().type
             self.device_mesh = DeviceMesh.from_group(groups, kind, self.grid, mesh_dim_names=AXES)

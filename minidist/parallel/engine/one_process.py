@@ -1,14 +1,13 @@
-"""`OneProcess`: a step as a single process takes it, on rank 0, from the state of the layout's engine.
+"""`OneProcess`: a training step as plain torch takes it, on one rank, from the state of an engine.
 
 It keeps a copy of the model as it was before it was cut, without values. For each step that copy gets the
-values of the whole model, the user's function makes an optimizer of its parameters, and an engine of one rank
-gets the whole state. No other rank, no bucket and no cut layer takes part.
+values of the whole model, and the user's function makes an optimizer of its parameters, which gets the whole
+state. No strategy, no bucket and no cut layer takes part.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,20 +15,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.mesh import Mesh
 from minidist.comm.work import alone
+from minidist.parallel.contract.batch import call, rows_of
 from minidist.parallel.contract.kept_attributes import KeptAttributes, cells_of, computed, copied, forwards
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.residency import DATA_PARALLEL
-from minidist.parallel.contract.training_state import names_of, parameter_like, state_kinds
-from minidist.parallel.contract.user_functions import Loss, by_parameters
-from minidist.parallel.engine.partition_model import partition_model
-from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.engine.whole_state import Batch, TrainingState, gradients_of
+from minidist.parallel.contract.training_state import (
+    load_optimizer,
+    names_of,
+    optimizer_settings,
+    parameter_like,
+    state_kinds,
+    whole_chunks,
+)
+from minidist.parallel.contract.user_functions import Loss, by_parameters, requires_closure
+from minidist.parallel.engine.step_executor import Objective, Weight, weighted
+from minidist.parallel.engine.whole_state import Batch, TrainingState
+from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.claims import untrained
-from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.comparable_steps import MARGIN, RandomOff
+from minidist.parallel.training.master_weights import optimizer_of_masters
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
 
@@ -82,6 +87,7 @@ class OneProcess:
         pieces: Sequence[Batch],
         given: Tensors,
         scale: float = 1.0,
+        watched: bool = False,
         inside: Inside = nullcontext,
     ) -> Outcome:
         """Take one step on `pieces`, whose losses are averaged by their weights.
@@ -92,68 +98,84 @@ class OneProcess:
             given: the gradients to update with, as in `Outcome.tensors`. Given the layout's gradients, the
                 update equals the layout's to rounding, even if rounding has changed those gradients a lot.
             scale: the factor on the loss before its backward pass.
+            watched: keep random numbers off after the forward pass even if it drew none. It takes longer.
             inside: makes a context for the passes through a model.
         """
         with self._without_trace(start):
-            engine = self._engine(start)
-            engine.precision.scale = scale
-            norm, found, bits = math.nan, dict[str, Tensor](), dict[str, float]()
-
-            def take_given() -> None:
-                nonlocal norm
-                named = ((name, p.grad) for p, name in names_of(engine.model).items())
-                bits.update((f"gradient.{n}", torch.finfo(g.dtype).eps) for n, g in named if g is not None)
-                norm, boxes = gradients_of(engine, scale)
-                found.update((box.name, box.tensor) for box in boxes)
-                # By these names, since a tied parameter's gradient may come under two.
-                used = {name: given.get(name, torch.zeros_like(own)) for name, own in found.items()}
-                factor = scale
-                if self._clip_norm is not None:
-                    factor *= clip_factor(global_norm(used.values()), self._clip_norm)
-                    engine.clip_norm = self._clip_norm  # in an optimizer's further evaluations
-                for name, own in engine.strategy.named_gradients():
-                    value = used[f"gradient.{name}"] * factor
-                    own.copy_(value.sparse_mask(own.coalesce()) if own.is_sparse else value)
-
-            engine.before_update = take_given
+            precision = Precision(self._layout.precision)
+            model = self._filled(start)
+            precision.convert(model)
+            precision.convert_calls(model)
+            recompute_by(model, self._layout.recompute)
+            make = by_parameters(self._make, model, {})
+            parameters = [*model.parameters()]
+            optimizer: Any
+            optimizer, updated = optimizer_of_masters(parameters, make, [precision.master] * len(parameters))
+            masters: dict[Tensor, Tensor] = dict(zip(parameters, updated, strict=True))
+            trained = {name: value for part in start.parts for name, value in part.trained.items()}
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+            names = {masters.get(p, p): name for p, name in names_of(model).items()}
+            numbers = {name: value for part in start.parts for name, value in part.numbers.items()}
+            settings = {"groups": copy.deepcopy(start.groups), "state": numbers}
+            kinds = ((name, x.shape, x.dtype) for name, x in start.tensors.items())
+            load_optimizer(optimizer, names, settings, state_kinds(kinds))
+            for box in whole_chunks(model, optimizer, masters):
+                if box.name in start.tensors:
+                    box.tensor.copy_(start.tensors[box.name])
+            objective = Objective(self._loss, model)
             quiet = RandomOff(alone=True, others=start.elsewhere)
-            with quiet, inside(engine.model):
-                pairs = [(piece[0], piece[-1]) for piece in pieces]
-                loss = engine._train([engine.executor.own_batch(pair) for pair in pairs])
-            engine.before_update = None  # so that the engine's memory is free as this returns
-            self.last_bit = max(self.last_bit, quiet.last_bit)
+
+            def evaluate() -> Tensor:
+                done: list[tuple[Tensor, Weight]] = []
+                with torch.enable_grad(), inside(model):
+                    with quiet:
+                        for piece in pieces:
+                            inputs, targets = piece[0], piece[-1]
+                            if objective.takes_model:
+                                result = objective.given(model, inputs)  # type: ignore[misc]
+                            else:
+                                outputs = call(model, inputs)
+                                result = objective.function(outputs, inputs, targets)(outputs, targets)
+                            done.append(weighted(result, float(rows_of(inputs))))
+                        weight = sum(float(each) for _, each in done)
+                        loss: Any = sum(mean * (float(w) / weight) for mean, w in done)
+                    with quiet if watched or quiet.used else nullcontext():
+                        (loss * scale).backward()
+                return loss.detach()  # type: ignore[no-any-return]
+
+            losses = [evaluate()]
+
+            def closure() -> Tensor:
+                if not losses:  # the first evaluation has run, with the layout's gradients
+                    optimizer.zero_grad()
+                    losses.append(evaluate())
+                    if self._clip_norm is not None:
+                        nn.utils.clip_grad_norm_([*names], self._clip_norm)
+                return losses.pop()
+
+            gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
+            bits = {f"gradient.{name}": torch.finfo(grad.dtype).eps for name, grad in gradients.items()}
             bits |= dict.fromkeys(("loss", "norm"), max(2**-20, max(bits.values(), default=0.0) / MARGIN))
-            found |= {box.name: box.tensor for box in engine.state_boxes() if box.name.startswith("model.")}
+            loss, norm = float(losses[0]), global_norm(gradients.values()) / scale
+            found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
+            self._give(names, gradients, given)
+            # torch's own optimizers draw no random numbers, and send nothing.
+            of_torch = type(optimizer).__module__.startswith("torch.optim")
+            with nullcontext() if of_torch and not watched else quiet:
+                optimizer.step(closure) if requires_closure(optimizer) else optimizer.step()
+            if routers := balanced_routers(model):
+                balance_experts(routers)
+            self.last_bit = max(self.last_bit, quiet.last_bit)
+            after = whole_chunks(model, optimizer, masters)
+            found |= {box.name: box.tensor for box in after if box.name.startswith("model.")}
             return outcome(loss, norm, found, bits)
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that the user's function makes of the model's parameters."""
         optimizer = by_parameters(self._make, self.model, {})(self.model.parameters())
-        names = names_of(self.model)
-        return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-
-    def _engine(self, start: TrainingState) -> Engine:
-        """An engine of one rank with the state at the start."""
-        layout = Layout(precision=self._layout.precision, recompute=self._layout.recompute)
-        precision, model = Precision(layout.precision), self._filled(start)
-        precision.scales = False  # the other engine decides which steps to skip
-        precision.convert(model)
-        recompute_by(model, layout.recompute)
-        part = partition_model(model, layout, Mesh())
-        make = by_parameters(self._make, model, {})
-        strategy = share_model(model, make, DATA_PARALLEL, None, precision.master)
-        engine = Engine(part, strategy, layout, self._loss, precision)
-        trained = {name: value for each in start.parts for name, value in each.trained.items()}
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-        numbers = {name: value for each in start.parts for name, value in each.numbers.items()}
-        kinds = ((name, x.shape, x.dtype) for name, x in start.tensors.items())
-        engine.load_state_settings({"groups": start.groups, "state": numbers}, state_kinds(kinds))
-        for box in engine.state_boxes():
-            if box.name in start.tensors:
-                box.tensor.copy_(start.tensors[box.name])
-        strategy.loaded()
-        return engine
+        found: list[dict[str, Any]] = optimizer_settings(optimizer, {**names_of(self.model)})["groups"]
+        return found
 
     @contextmanager
     def _without_trace(self, start: TrainingState) -> Iterator[None]:
@@ -186,3 +208,21 @@ class OneProcess:
                     if (name, attribute) in start.attributes:
                         store[attribute] = copied(start.attributes[name, attribute])
         return model
+
+    def _give(self, names: Mapping[Tensor, str], own: Tensors, given: Tensors) -> None:
+        """Give parameters the gradients `given`, clipped. A parameter without an `own` gradient gets none."""
+        # By these names, since a tied parameter's gradient may come under two.
+        of_layout = [given[name] for each in own if (name := f"gradient.{each}") in given]
+        factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)
+        for parameter, name in names.items():
+            parameter.grad = None
+            if name in own:
+                value = given[of] if (of := f"gradient.{name}") in given else torch.zeros_like(parameter)
+                grad = value.sparse_mask(own[name].coalesce()) if own[name].is_sparse else value
+                parameter.grad = (grad * factor).to(parameter.dtype)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """In 32 bits at least, where gradients without their scale do not underflow."""
+    dense = x.to_dense() if x.is_sparse else x.detach()
+    return dense.to(torch.promote_types(x.dtype, torch.float32), copy=True)

@@ -115,7 +115,7 @@ def prepare(
             layers compute shapes alone. None if the model is nothing but the chain of its `layers`, or
             brings `dummy_inputs`, as transformers' language models do.
         rehearse: take step 1, six more up to step 901, and those after a change of what is trained, beside a
-            single process: rank 0 takes them alone, as one process, with all ranks' rows. Where loss,
+            single process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss,
             gradients, parameters or buffers differ by more than rounding, the step raises ValueError on all
             ranks, names the first difference and a likely cause, and changes nothing (engine/rehearsal.py).
             None does so if rank 0 has memory for three more copies of the whole state, and the environment

@@ -2,7 +2,7 @@
 
 A layout can train another model without a word: a loss that is no mean over rows, an optimizer that looks at
 all parameters at once, a buffer that each rank writes for itself, a plan that cuts the wrong matrix. A list
-of such causes would never end. One comparison finds them all: rank 0 takes the step alone, as one process, on
+of such causes would never end. One comparison finds them all: rank 0 takes the step alone, in plain torch, on
 the whole batch (one_process.py). Loss, gradients, parameters and buffers have to agree up to rounding.
 
 The first step is rehearsed, and six more up to step 901. Constants replace random numbers on both sides. If
@@ -47,7 +47,6 @@ from minidist.parallel.engine.whole_state import (
     KeptState,
     TrainingState,
     collect,
-    gradients_of,
     own_part,
     rows_apart,
     state_before,
@@ -246,9 +245,12 @@ class Rehearsal:
             _say(f"a step was not compared with one process, since {self.why_not}")
 
     def _keep_gradients(self, engine: Engine, scale: float) -> None:
-        """Copy the gradients just before the update."""
+        """Copy the gradients just before the update, in 32 bits at least."""
         with held_back():
-            self._norm, self._gradients = gradients_of(engine, scale)
+            self._norm = engine.tensor_map.norm(engine.strategy) / scale
+        for box in engine.tensor_map.boxes(engine.strategy.gradient_boxes()):
+            kind = torch.promote_types(box.tensor.dtype, torch.float32)
+            self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
 
 
 def _say(text: str) -> None:

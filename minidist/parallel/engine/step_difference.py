@@ -98,10 +98,11 @@ def compared(
     by_one = take(batch, found.tensors, scale)
     first = difference(found, by_one, [])
     if first:
+        by_one = take(batch, found.tensors, scale, True)
         for i in range(TRIALS):
             given = {n: move(n, x, i) for n, x in found.tensors.items() if n.startswith("gradient")}
             inside = partial(moved_results, trial=i, least=alone.last_bit)
-            trials.append(take(batch, given, scale, inside))
+            trials.append(take(batch, given, scale, True, inside))
         first = difference(found, by_one, trials)
     if not first and replicas:
         name = replicas[0].partition(".")[2]
@@ -124,11 +125,11 @@ def compared(
             cause = f"{name} {UNUSED}"
     elif kind == "model":
         cause = f"{name} {BUFFER}"
-    elif len(pieces) > 1 and not difference(found, take(pieces, found.tensors, scale), trials, False):
+    elif len(pieces) > 1 and not difference(found, take(pieces, found.tensors, scale, True), trials, False):
         cause = NO_MEAN
     elif layout.tp > 1:
         whole: Outputs = defaultdict(list)
-        take(cut[0], found.tensors, scale, partial(recorded, into=whole))
+        take(cut[0], found.tensors, scale, True, partial(recorded, into=whole))
         layer = _first_output(whole, outputs)
         cause = PENALTY if kind == "loss" and not layer else f"The plan makes another model{layer}. {CUT}"
     return f"{cause}. What differs: {first.text}", ""

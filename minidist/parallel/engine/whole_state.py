@@ -72,18 +72,6 @@ class KeptState:
         set_random_states(self.random)
 
 
-def gradients_of(engine: Engine, scale: float) -> tuple[float, list[TensorBox]]:
-    """The norm of all gradients, and this rank's in 32 bits at least. A collective.
-
-    scale: the factor on the loss, by which they are divided.
-    """
-    norm, found = engine.tensor_map.norm(engine.strategy) / scale, list[TensorBox]()
-    for box in engine.tensor_map.boxes(engine.strategy.gradient_boxes()):
-        kind = torch.promote_types(box.tensor.dtype, torch.float32)
-        found.append(box._replace(tensor=box.tensor.to(kind) / scale))
-    return norm, found
-
-
 class Collected(NamedTuple):
     """Tensors and values of all ranks."""
 

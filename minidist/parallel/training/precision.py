@@ -115,6 +115,12 @@ class Precision:
             return outputs
         return mapped(lambda x: x.float() if x.dtype == self.dtype else x, outputs)
 
+    def convert_calls(self, model: nn.Module) -> None:
+        """Have a model convert its inputs and outputs itself, where no executor does it."""
+        if self.dtype is not None:
+            model.register_forward_pre_hook(lambda _, args, kw: self.inputs((args, kw)), with_kwargs=True)
+            model.register_forward_hook(lambda _, args, outputs: self.outputs(outputs))
+
     def skips(self, norm: float) -> bool:
         """Update the scale for gradients of this norm, and return whether to skip the step."""
         if not self.scales:
