@@ -86,24 +86,17 @@ class Connection:
         self.socket.close()
 
 
-def wait_for(
-    connections: Iterable[Connection], limit: float | None, listener: socket.socket | None = None
-) -> list[Connection | None]:
+def wait_for(connections: Iterable[Connection], limit: float | None) -> list[Connection]:
     """Wait up to `limit` seconds, None for ever; return the connections with news, [] when the time is over.
 
-    What is queued is sent on meanwhile. News are messages, or that the other end is closed; of a listener,
-    which is None in the list, that somebody comes.
+    News is a message, or that the other end is closed, or room for what is queued, which is then sent.
     """
-    poll, known = select.poll(), dict[int, Connection | None]()
+    poll, known = select.poll(), dict[int, Connection]()
     for each in connections:
         known[each.socket.fileno()] = each
         poll.register(each.socket, select.POLLIN | select.POLLOUT * each.unsent)
-    if listener is not None:
-        known[listener.fileno()] = None
-        poll.register(listener, select.POLLIN)
     ready = poll.poll(None if limit is None else 1e3 * max(0.0, limit))
     found = [known[descriptor] for descriptor, _ in ready]
     for connection in found:
-        if connection is not None:
-            connection.flush()
+        connection.flush()
     return found

@@ -82,7 +82,7 @@ class Supervisor:
             self._control.send(REQUEST.pack(key, False))
 
     def end(self) -> str:
-        """Say how the supervisor ended, once it has closed its pipes."""
+        """Say how the supervisor ended, once it has closed its end of the connections."""
         subject = "the process that starts and watches ranks"
         with contextlib.suppress(subprocess.TimeoutExpired):
             if (code := self._process.wait(1.0)) < 0:

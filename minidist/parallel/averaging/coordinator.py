@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist._arguments import check_seconds, check_whole
-from minidist.comm.membership import Members
+from minidist.comm.membership import Members, check_port
 from minidist.comm.world import DEFAULT_TIMEOUT
 from minidist.parallel.averaging.exchanges import REFUSED, hello, nesterov, whole_of
 from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
@@ -88,6 +88,7 @@ class Coordinator:
         require_model(model, outer, "outer")
         check_whole("workers", workers, 1)
         check_whole("fragments", fragments, 1)
+        check_port(port)
         check_seconds("timeout", timeout)
         self.model, self.timeout = model, timeout
         self._parts = deal_parameters(trainable(model), fragments, "fragments")

@@ -22,7 +22,6 @@ from minidist._arguments import check_whole
 from minidist.parallel.averaging.parameter_assignment import deal_parameters, trainable
 from minidist.parallel.averaging.serving import Ask, ServerReport, Serving, Tag
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.guards.refusals import require_model
 
 
@@ -79,7 +78,9 @@ class ParameterServer:
         self.workers = ranks - servers  # how many there are
         self.max_staleness = max_staleness
         self._parts = deal_parameters(trainable(model), servers)
-        broadcast_together([*model.parameters(), *model.buffers()], None)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                comm.broadcast(tensor, source=0)
         self.optimizer = optimizer(self._parts[rank].parameters) if self.is_server else None
         self._finished = self._pulled = False
         self._sending: list[comm.Work] = []

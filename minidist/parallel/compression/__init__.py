@@ -1,6 +1,6 @@
 """Gradient compression: fewer bytes for a bucket's gradients, which arrive rounded or late.
 
-To add a compression, write a `Compression`, whose `reduction` makes a `Reduction`; name it in by_name.py.
+To add a compression, write a `Compression` and its `Reduction`, and name it in by_name.py.
 
 | File | Holds |
 |---|---|

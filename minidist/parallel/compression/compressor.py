@@ -7,7 +7,7 @@ gradients over the ranks, and keeps what it needs from one step to the next.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +17,18 @@ from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
-@dataclass
-class Reduction:
-    """How one bucket's gradients are summed over the ranks, and what is kept from one step to the next.
+class Reduction(ABC):
+    """How one bucket's gradients are summed over the ranks, and what is kept from one step to the next."""
 
-    run: replaces the gradients in the bucket by their sum over the ranks, in steps. It yields each message as
-    soon as the message is under way, and is resumed when it is complete; the backward pass continues in
-    between. It yields the same number of messages on every rank.
-    """
-
-    run: Callable[[], Iterator[PendingMessage]]
     error: Tensor | None = None  # error feedback: what earlier steps did not send, added to the next gradient
+
+    @abstractmethod
+    def run(self) -> Iterator[PendingMessage]:
+        """Replace the gradients in the bucket by their sum over the ranks, in steps.
+
+        It yields each message as soon as the message is under way, and is resumed when it is complete; the
+        backward pass continues in between. It yields the same number of messages on every rank.
+        """
 
     def rescale(self, factor: float) -> None:
         """Multiply what error feedback has left over from earlier gradients."""
@@ -73,19 +74,22 @@ class Cast(Compression):
 
     def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """An all-reduce of a rounded copy."""
-        flat = bucket.gradients
-        wire = gradient_comm.zeros(bucket.elements, self.dtype, flat.device)
-
-        def run() -> Iterator[PendingMessage]:
-            wire.copy_(flat)
-            yield gradient_comm.all_reduce(wire)
-            flat.copy_(wire)
-
-        return Reduction(run)
+        return _Rounded(bucket, gradient_comm, self.dtype)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """2 (n - 1) / n of 2 bytes an element."""
         return all_reduce_bytes(2 * elements_of(tensors), ranks)
+
+
+class _Rounded(Reduction):
+    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, dtype: torch.dtype) -> None:
+        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
+        self._wire = gradient_comm.zeros(bucket.elements, dtype, bucket.gradients.device)
+
+    def run(self) -> Iterator[PendingMessage]:
+        self._wire.copy_(self._flat)
+        yield self._gradient_comm.all_reduce(self._wire)
+        self._flat.copy_(self._wire)
 
 
 def elements_of(tensors: Sequence[Tensor]) -> int:

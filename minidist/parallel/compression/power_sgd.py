@@ -42,55 +42,7 @@ class PowerSGD(Compression):
 
     def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """Two all-reduces, of all the bucket's P and of all its Q."""
-        flat, r, dtype = bucket.gradients, self.rank, sent_dtype(bucket.gradients.dtype)
-        error = torch.zeros_like(flat) if self.error_feedback else None
-        generator = torch.Generator().manual_seed(self.seed + number)
-        # The shorter side is the rows of M (m, k), so that an orthogonal P (m, r) spans all of M if r is m.
-        matrices = [view.flatten(1) for view in bucket.views if self.matrix(view.shape)]
-        matrices = [m if m.shape[0] <= m.shape[1] else m.t() for m in matrices]
-        whole = [view.view(-1) for view in bucket.views if not self.matrix(view.shape)]
-        elements = sum(view.numel() for view in whole)
-        rows, columns = (sum(m.shape[side] * r for m in matrices) for side in (0, 1))
-        first = gradient_comm.zeros(rows + elements, dtype, flat.device)
-        second = gradient_comm.zeros(columns, dtype, flat.device)
-        ps = _views(first, [(m.shape[0], r) for m in matrices])
-        qs = _views(second, [(m.shape[1], r) for m in matrices])
-        sent_whole = _views(first[rows:], [(view.numel(),) for view in whole])
-
-        def draw() -> None:
-            for q in qs:
-                q.copy_(torch.randn(q.shape, generator=generator, dtype=q.dtype))
-
-        def run() -> Iterator[PendingMessage]:
-            if not self.warm_start:
-                draw()
-            if error is not None:
-                flat.add_(error)
-                error.copy_(flat)
-            for matrix, p, q in zip(matrices, ps, qs, strict=True):
-                torch.matmul(matrix.to(q.dtype), q, out=p)
-            for view, sent in zip(whole, sent_whole, strict=True):
-                sent.copy_(view)
-            yield gradient_comm.all_reduce(first)
-
-            for matrix, p, q in zip(matrices, ps, qs, strict=True):
-                p.copy_(torch.linalg.qr(p).Q)
-                torch.matmul(matrix.t().to(p.dtype), p, out=q)
-            if matrices:
-                yield gradient_comm.all_reduce(second)
-
-            for matrix, p, q in zip(matrices, ps, qs, strict=True):
-                matrix.copy_(p @ q.t())
-            for view, sent in zip(whole, sent_whole, strict=True):
-                view.copy_(sent)
-            if error is not None:  # each rank keeps its gradient, less its part of what was applied
-                error.sub_(flat, alpha=1 / gradient_comm.ranks)
-                for view in whole:
-                    start = view.storage_offset() - flat.storage_offset()
-                    error[start : start + view.numel()].zero_()
-
-        draw()
-        return Reduction(run, error)
+        return _LowRank(bucket, gradient_comm, self, number)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """2 (n - 1) / n of P and what is sent whole, and of Q."""
@@ -112,6 +64,60 @@ class PowerSGD(Compression):
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which factors are computed and sent: there is no QR in half precision."""
     return dtype if dtype.itemsize > 2 else torch.float32
+
+
+class _LowRank(Reduction):
+    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: PowerSGD, number: int) -> None:
+        flat, r = bucket.gradients, options.rank
+        self._flat, self._gradient_comm, self._options = flat, gradient_comm, options
+        self.error = torch.zeros_like(flat) if options.error_feedback else None
+        self._generator = torch.Generator().manual_seed(options.seed + number)
+        # The shorter side is the rows of M (m, k), so that an orthogonal P (m, r) spans all of M if r is m.
+        matrices = [view.flatten(1) for view in bucket.views if options.matrix(view.shape)]
+        self._matrices = [m if m.shape[0] <= m.shape[1] else m.t() for m in matrices]
+        self._whole = [view.view(-1) for view in bucket.views if not options.matrix(view.shape)]
+
+        dtype = sent_dtype(flat.dtype)
+        elements = sum(view.numel() for view in self._whole)
+        rows, columns = (sum(m.shape[side] * r for m in self._matrices) for side in (0, 1))
+        self._first = gradient_comm.zeros(rows + elements, dtype, flat.device)
+        self._second = gradient_comm.zeros(columns, dtype, flat.device)
+        self._ps = _views(self._first, [(m.shape[0], r) for m in self._matrices])
+        self._qs = _views(self._second, [(m.shape[1], r) for m in self._matrices])
+        self._sent_whole = _views(self._first[rows:], [(view.numel(),) for view in self._whole])
+        self._draw()
+
+    def _draw(self) -> None:
+        for q in self._qs:
+            q.copy_(torch.randn(q.shape, generator=self._generator, dtype=q.dtype))
+
+    def run(self) -> Iterator[PendingMessage]:
+        if not self._options.warm_start:
+            self._draw()
+        if self.error is not None:
+            self._flat += self.error
+            self.error.copy_(self._flat)
+        for matrix, p, q in zip(self._matrices, self._ps, self._qs, strict=True):
+            torch.matmul(matrix.to(q.dtype), q, out=p)
+        for view, sent in zip(self._whole, self._sent_whole, strict=True):
+            sent.copy_(view)
+        yield self._gradient_comm.all_reduce(self._first)
+
+        for matrix, p, q in zip(self._matrices, self._ps, self._qs, strict=True):
+            p.copy_(torch.linalg.qr(p).Q)
+            torch.matmul(matrix.t().to(p.dtype), p, out=q)
+        if self._matrices:
+            yield self._gradient_comm.all_reduce(self._second)
+
+        for matrix, p, q in zip(self._matrices, self._ps, self._qs, strict=True):
+            matrix.copy_(p @ q.t())
+        for view, sent in zip(self._whole, self._sent_whole, strict=True):
+            view.copy_(sent)
+        if self.error is not None:  # each rank keeps its gradient, less its part of what was applied
+            self.error.sub_(self._flat, alpha=1 / self._gradient_comm.ranks)
+            for view in self._whole:
+                start = view.storage_offset() - self._flat.storage_offset()
+                self.error[start : start + view.numel()].zero_()
 
 
 def _views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:

@@ -43,30 +43,7 @@ class TopK(Compression):
 
     def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """An all-gather of the chosen elements and their indices."""
-        flat, count = bucket.gradients, self.chosen(bucket.elements)
-        error = torch.zeros_like(flat) if self.error_feedback else None
-        value_bytes = count * flat.element_size()
-
-        def run() -> Iterator[PendingMessage]:
-            if error is not None:
-                flat.add_(error)
-            indices = largest(flat.abs(), count)
-            values = flat[indices]
-            if error is not None:
-                error.copy_(flat)
-                error[indices] = 0
-
-            # One message holds values and indices, so its latency is paid once.
-            work = gradient_comm.all_gather(torch.cat([_bytes(values), _bytes(indices.to(INDEX))]))
-            yield work
-
-            flat.zero_()
-            # In rank order, so that the sum is the same on all ranks.
-            for chosen in work.wait().view(gradient_comm.ranks, -1):
-                theirs = chosen[:value_bytes].clone().view(flat.dtype)
-                flat.index_add_(0, chosen[value_bytes:].clone().view(INDEX), theirs)
-
-        return Reduction(run, error)
+        return _TopKReduction(bucket, gradient_comm, self)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """(n - 1) k (4 + s)."""
@@ -75,6 +52,34 @@ class TopK(Compression):
     def chosen(self, elements: int) -> int:
         """Return how many of a bucket's elements are sent."""
         return min(elements, max(1, round(self.ratio * elements)))
+
+
+class _TopKReduction(Reduction):
+    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: TopK) -> None:
+        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
+        self.error = torch.zeros_like(bucket.gradients) if options.error_feedback else None
+        self._count = options.chosen(bucket.elements)
+        self._value_bytes = self._count * bucket.gradients.element_size()
+
+    def run(self) -> Iterator[PendingMessage]:
+        flat = self._flat
+        if self.error is not None:
+            flat += self.error
+        indices = largest(flat.abs(), self._count)
+        values = flat[indices]
+        if self.error is not None:
+            self.error.copy_(flat)
+            self.error[indices] = 0
+
+        # One message holds values and indices, so its latency is paid once.
+        work = self._gradient_comm.all_gather(torch.cat([_bytes(values), _bytes(indices.to(INDEX))]))
+        yield work
+
+        flat.zero_()
+        # In rank order, so that the sum is the same on all ranks.
+        for chosen in work.wait().view(self._gradient_comm.ranks, -1):
+            theirs = chosen[: self._value_bytes].clone().view(flat.dtype)
+            flat.index_add_(0, chosen[self._value_bytes :].clone().view(INDEX), theirs)
 
 
 def largest(magnitudes: Tensor, count: int) -> Tensor:  # (N,), k -> (k,)

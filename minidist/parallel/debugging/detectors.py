@@ -265,7 +265,7 @@ class Found(NamedTuple):
 def ask(
     it: Subject, detectors: Mapping[str, Detector], alone: Sequence[str] = ("order",)
 ) -> dict[str, Found]:
-    """Ask detectors. All find a training that stopped, or hung, except those in `alone`, which look at it."""
+    """Ask detectors. All find a training that stopped or hung; those in `alone` look at what it did first."""
     found, whole = {}, it._replace(found=_Whole(it.found, "the training"))
     if it.right is not None:
         whole = whole._replace(right=_Whole(it.right, "the right training"))

@@ -65,23 +65,9 @@ class SequenceShare:
         return x.index_select(dim, self.positions)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout: float = 0.0,
-        causal: bool = True,
-        scale: float | None = None,
-        rung: Any = None,
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None, rung: Any = None
     ) -> Tensor:
-        """Attend from the queries of this rank's positions to all ranks' keys; a ring may take a rung.
-
-        Raises ValueError for dropout, and what `ring_attention` or `ulysses_attention` raises.
-        """
-        if dropout > 0:
-            raise ValueError(
-                f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0"
-            )
+        """Attend from the queries of this rank's positions to all ranks' keys; a ring may take a rung."""
         given = q, k, v, causal, self.group
         if self.blocks is None:
             return ring_attention(*given, length=self.length, scale=scale, rung=rung)
@@ -182,7 +168,7 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
         check_ring_rung(rung)
     for part in parts:
         rung = getattr(part.attend, "rung", None)
-        part.attend = partial(share.attend, causal=causal, rung=rung)  # type: ignore[assignment]
+        part.attend = partial(_attend, share, causal, rung)  # type: ignore[assignment]
     for part in model.modules():
         if hasattr(part, "positions"):
             part.positions = partial(_positions, share, part)  # type: ignore[assignment]
@@ -199,6 +185,14 @@ def key_heads(model: nn.Module) -> int | None:
         names = ("num_attention_heads", "num_key_value_heads")  # the second where they differ
         found += [count for name in names if isinstance(count := getattr(config, name, None), int)]
     return min(found, default=None)
+
+
+def _attend(
+    share: SequenceShare, causal: bool, rung: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float
+) -> Tensor:
+    if dropout > 0:
+        raise ValueError(f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0")
+    return share.attend(query, key, value, causal, rung=rung)
 
 
 @opaque

@@ -117,8 +117,10 @@ def _attend(
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name} in its attention; {_REMEDY}")
+    if dropout > 0:
+        raise ValueError(f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    mixed = share.attend(query, key, value, dropout, causal, scaling)
+    mixed = share.attend(query, key, value, causal, scaling)
     return mixed.transpose(1, 2).contiguous(), None
 
 

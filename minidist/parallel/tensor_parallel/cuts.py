@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.contract.training_state import parameter_like
-from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.tensor_parallel.shares import share_of
 
@@ -132,5 +132,6 @@ def base_of(module: Any) -> Any:
 
 def send_whole(module: nn.Module, group: Group) -> None:
     """Copy the parameters and buffers of the group's first rank to all ranks; a collective."""
-    tensors = [*module.parameters(), *module.buffers()]
-    broadcast_together([tensor for tensor in tensors if not tensor.is_meta], group)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            comm.broadcast(tensor.detach(), group=group)

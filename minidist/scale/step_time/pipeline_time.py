@@ -54,8 +54,8 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
     stages, recorded = placement_of(schedule).stages, schedule_kind(name).placement(ranks, chunks).stages
     if stages != recorded:
         raise ValueError(
-            f"{name} for {ranks} ranks, {micro_batches} micro-batches and {chunks} chunks has stages {stages} "
-            f"on its ranks, and its record in SCHEDULES says {recorded}"
+            f"{name} for {ranks} ranks, {micro_batches} micro-batches and {chunks} chunks has stages "
+            f"{stages} on its ranks, and its record in SCHEDULES says {recorded}"
         )
     found: list[TimedPass] = []
     last, came = [NONE] * ranks, [NONE] * ranks  # for each rank its last pass, and that of the last message
