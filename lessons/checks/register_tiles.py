@@ -15,7 +15,7 @@ from checks.shared_memory import barriers_of_a_warp
 from checks.support.diagnosis import of_product
 from checks.support.exercises import Answer, Lesson
 from checks.support.verdicts import Right, Score, compare, wrong
-from minidist.kernels.emulator.copies.async_copies import AsyncCopies
+from minidist.kernels.emulator.instructions.async_copies import AsyncCopies
 
 lesson = Lesson(5, "register_tiles")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
