@@ -110,7 +110,8 @@ def check_same(folder: str, description: Mapping[str, Any], resume: bool = True)
     saved = dict(extra["training"])
     if saved.get("optimizer") == "sgd" and "momentum" not in saved:
         saved["optimizer"] = "momentum"  # as "sgd" was SGD with momentum before plain SGD had a name
-    for name in dict.fromkeys((*description, "loss")):  # a training with cross entropy has no "loss"
+    # The data decides which models there are. A training with cross entropy has no "loss".
+    for name in dict.fromkeys(("data", *description, "loss")):
         mine, theirs = description.get(name), saved.get(name)
         if theirs != mine:
             option = OPTIONS.get(name, f"--{name.replace('_', '-')} ")

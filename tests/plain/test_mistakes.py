@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
+import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -245,3 +248,17 @@ def test_a_use_takes_some_placements(line: str, sentence: str) -> None:
 def test_a_variant_changes_what_its_mistakes_change_further() -> None:
     each = KNOWN["part-clips-alone"]
     assert replace(each, diff="").source() != Mistake(each.rung).source()
+
+
+def test_ctrl_c_waits_for_ranks_that_compute() -> None:
+    ended = []
+
+    def body(rank: Rank) -> None:
+        if rank.number == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        time.sleep(0.2)
+        ended.append(rank.number)
+
+    with pytest.raises(KeyboardInterrupt):
+        on_ranks(2, body)
+    assert sorted(ended) == [0, 1]

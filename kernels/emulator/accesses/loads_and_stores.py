@@ -96,7 +96,7 @@ def fetch(access: Access, space: str) -> Array:
             data[i, some] = fetch(access.part(i, some), "generic")[0]
         return data
     if space == "shared":
-        guesses = access.batch.program.flow.guesses
+        guesses = access.batch.program.flow.loads_checked_by_cas
         if guesses and any(one.number in guesses for one in access.batch.instructions):
             access.kind = "guesses"
         return gather(machine.shared, races.in_shared_memory(access, *access.shared_places()), width)
@@ -153,7 +153,11 @@ def _put_global(access: Access, data: Array) -> None:
         if not buffer.writable:
             machine.fault("read-only memory", f"the kernel writes to {buffer.name}, which is read-only")
         if buffer.watched:
-            there.kind = "settles" if instruction.number in access.batch.program.flow.settles else "writes"
+            there.kind = (
+                "settles"
+                if instruction.number in access.batch.program.flow.stores_decided_by_loads
+                else "writes"
+            )
             races.in_global_memory(there, buffer, values)
         offset = there.addresses[0] - buffer.start
         buffer.write(offset, values)

@@ -1,4 +1,4 @@
-"""Races are found here: every access passes by, and one that races with an earlier access is a fault.
+"""Every access passes by here; one that races with an earlier access becomes a fault.
 
 What happened before what is known to `machine.races_in_shared_memory` (the clocks of all warps) and to
 `machine.races_in_global_memory` (the last accesses to each element). They tell which accesses are unordered;

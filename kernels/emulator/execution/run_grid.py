@@ -129,7 +129,7 @@ def run_kernel(
             f"a thread takes {program.local} bytes of local memory, and GPUs give it {LOCAL} at most"
         )
     memory = GlobalMemory()
-    memory.watch_blocks = not program.flow.learns_of_blocks
+    memory.watch_blocks = not program.flow.global_atomic_results_used
     flat = parameters(program, args, memory, names)
     stored = program.flow.stored
     memory.watch(None if stored is None else [int.from_bytes(flat[name], "little") for name in stored])

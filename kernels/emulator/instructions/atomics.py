@@ -152,7 +152,7 @@ def _prepare(batch: Batch, first: int) -> Run:
     address, one = batch.address(first), batch.source(first + 1, kind)
     two = batch.source(first + 2, kind) if batch.has(first + 2) else None
     write = batch.target(0, kind) if first else None
-    learns = batch.program.flow.learns
+    learns = batch.program.flow.atomic_results_used
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)

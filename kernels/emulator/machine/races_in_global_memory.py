@@ -3,7 +3,7 @@
 As in shared memory (`races_in_shared_memory`), two accesses race if one of them writes and neither happens
 before the other. Blocks are unordered unless the kernel orders them by atomics or a barrier of the grid.
 Path searches in graphs rely on two exceptions, which no GPU minds: writes of the value that is already there,
-and reads of an element that another thread writes after a look at it (`DataFlow.settles`).
+and reads of an element that another thread writes after a look at it (`DataFlow.stores_decided_by_loads`).
 
 History is kept for granules as wide as the narrowest access so far. Two readers of a granule are kept, from
 different warps: whichever warp writes next, at least one of them is another warp.

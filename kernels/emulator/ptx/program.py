@@ -173,11 +173,11 @@ class Variable:
 class DataFlow:
     """The findings of `static_analysis` about a program. Sets of ints hold numbers of instructions."""
 
-    learns: bool = False  # some atomics return a value that is used: threads learn what others have done
-    learns_of_blocks: bool = False  # the same of atomics that may act on global memory
+    atomic_results_used: bool = False  # of some atomics: threads learn what others have done
+    global_atomic_results_used: bool = False  # the same of atomics that may act on global memory
     stored: frozenset[str] | None = None  # parameters that may be part of a store's address; None: any
-    guesses: frozenset[int] = frozenset()  # loads whose value a compare-and-swap checks again later
-    settles: frozenset[int] = frozenset()  # stores that a look at the same element decides about
+    loads_checked_by_cas: frozenset[int] = frozenset()  # later, by a compare-and-swap of the same element
+    stores_decided_by_loads: frozenset[int] = frozenset()  # which look at the same element
     releases: frozenset[int] = frozenset()  # stores that may release a lock
 
 

@@ -1,6 +1,7 @@
 """Analyse a program before it runs: where its pointers go, and what its atomics are for.
 
-The race detectors use this to avoid false alarms. Where the analysis cannot tell, it assumes no race.
+The race detectors use this to avoid false alarms. Where the analysis cannot tell which buffers are stored to,
+all are watched.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class _Analysis:
         compared = {self._address(one) for one in instructions if "cas" in one.opcode}
         updated = {self._address(one) for one in instructions if one.opcode[0] in ("atom", "red")}
         return DataFlow(
-            learns=learns,
-            learns_of_blocks=any("shared" not in " ".join(one.opcode) for one in learning),
+            atomic_results_used=learns,
+            global_atomic_results_used=any("shared" not in " ".join(one.opcode) for one in learning),
             stored=self._stored(),
             # A load before a loop around a compare-and-swap. The swap finds out if the value is stale.
-            guesses=frozenset(one.number for one in loads if self._address(one) in compared),
-            settles=self._settles(loads),
+            loads_checked_by_cas=frozenset(one.number for one in loads if self._address(one) in compared),
+            stores_decided_by_loads=self._decided_by(loads),
             # A store to what atomics also update may release a lock.
             releases=frozenset(one.number for one in stores if learns and self._address(one) in updated),
         )
@@ -73,7 +74,7 @@ class _Analysis:
             base = self._symbols.get((base.file, base.row), (base.file, base.row))
         return base, address.offset
 
-    def _settles(self, loads: list[PtxInstruction]) -> frozenset[int]:
+    def _decided_by(self, loads: list[PtxInstruction]) -> frozenset[int]:
         """Return the stores of `if x[i] < 0: x[i] = 1`: a load of the same element decides about them.
 
         The stored value does not depend on the old one, so other threads may see the store or miss it.

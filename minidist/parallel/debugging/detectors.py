@@ -63,11 +63,10 @@ class Run:
     parameters: list[dict[str, Tensor]]  # of every rank, by name
     calls: list[list[Call]]
     work: list[int]  # of every rank: multiplications in products of matrices
-    held: list[int]  # and bytes: parameters, gradients and state after a step; and at their most in it
-    # parameters, which may be whole only while they are at work, and activations
+    held: list[int]  # of every rank, bytes: `kept`, and the most of parameters and activations in a step
     unread: int = 0  # messages that nobody received
     failed: str = ""
-    kept: list[int] = field(default_factory=list)  # what is held after a step, alone
+    kept: list[int] = field(default_factory=list)  # bytes of parameters, gradients and state after a step
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -179,7 +179,7 @@ def prepare(
         strategy = share_model(part.model, make, row, given, precision.master, gradient_comm, experts)
         if row.parameters:  # units keep to one order
             for each in strategy.sets:
-                each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
+                each.gradient_comm.waits_in_backward = layout.cp * layout.ep > 1 or batch_norm is not None
         if exact:  # masters start from rank 0's values in float32, and not from the rounded ones
             broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
             part.tensor_map.write(exact, part.tensor_map.boxes(strategy.state_boxes()))

@@ -74,8 +74,8 @@ class GradientComm:
     algorithm: str = "auto"  # a name that the collectives take
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
-    meets: bool = False  # whether ranks also wait for each other inside the backward pass, as in a ring
-    counts: bool = True  # whether the rows of the pass that runs count, and so use its parameters
+    waits_in_backward: bool = False  # whether ranks also wait for each other in it, as in a ring
+    pass_has_rows: bool = True  # False in a pass of padding, which uses no parameters
 
     @classmethod
     def over(cls, group: Group | GradientComm) -> GradientComm:
@@ -104,7 +104,7 @@ class GradientComm:
         messages only after its backward pass, in which it needs this rank.
         """
         last = messages.message if self.hybrid is None else None
-        return not self.meets or isinstance(last, Done) or (last is not None and last.done())
+        return not self.waits_in_backward or isinstance(last, Done) or (last is not None and last.done())
 
     def start(self, collective: Callable[..., Any], *args: Any, blocking: bool = False) -> PendingMessage:
         """Start a collective.

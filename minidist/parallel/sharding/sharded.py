@@ -78,7 +78,7 @@ class Sharded(StateByName):
 
         Other sets, such as experts, also get rows of other ranks, which may count.
         """
-        self.gradient_comm.counts = not is_padding
+        self.gradient_comm.pass_has_rows = not is_padding
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients that `update` takes, but not what compression has kept back of them."""

@@ -1,4 +1,6 @@
-"""Examine a mistake: ask the detectors of any training (minidist/parallel/debugging), and two of the ladder.
+"""Examine a mistake: ask the detectors of any training (minidist/parallel/debugging), and the ladder's own.
+
+The ladder's formulas decide in `sent` and `held`; `resume` and `placements` are detectors of their own.
 
 They see runs alone, and never which mistake there is.
 """

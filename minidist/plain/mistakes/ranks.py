@@ -150,18 +150,19 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
     ranks = [Rank(world, rank) for rank in range(n)]
 
     def body(rank: int) -> None:
-        torch.set_num_threads(1)
-        if rank:
-            ranks[rank - 1].begun.wait()
         try:
+            torch.set_num_threads(1)
+            if rank:
+                ranks[rank - 1].begun.wait()
             results[rank] = run(ranks[rank])
         except Exception as error:  # a mistake may raise anything
             failed.append(f"rank {rank}: {type(error).__name__}: {error}")
             world.stuck = world.stuck or f"rank {rank} has failed"
-        ranks[rank].begun.set()
-        with world.changed:
-            world.running.remove(threading.current_thread())
-            world.changed.notify_all()
+        finally:
+            ranks[rank].begun.set()
+            with world.changed:
+                world.running.remove(threading.current_thread())
+                world.changed.notify_all()
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)
@@ -170,15 +171,14 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        with world.changed:  # a join that Ctrl-C interrupts would take the thread for ended
+            world.changed.wait_for(lambda: not world.running)
     except KeyboardInterrupt:  # Python must not end while they compute: torch's C++ would abort it
         with world.changed:
             world.stuck = "stopped"
             world.changed.notify_all()
-        for thread in threads:
-            if thread.ident is not None:  # it has started
-                thread.join()
+            world.changed.wait_for(lambda: all(thread.ident is None for thread in world.running))
         raise
-    torch.set_num_threads(torch_threads)
+    finally:
+        torch.set_num_threads(torch_threads)
     return results, ranks, failed[0] if failed else ""

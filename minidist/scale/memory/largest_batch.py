@@ -133,8 +133,8 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
         pad_edge=False,
         title=f"Rows that fit in {size(budget_bytes)} on each rank, trained with Adam",
         title_justify="left",
-        caption="A dash: not even one row fits, which would take the bytes behind it. A BERT is fine-tuned\n"
-        "and reads each row's first token; a -mlm scores each token of the vocabulary.",
+        caption="A dash: not even one row fits; behind it the bytes that one row takes. A BERT is\n"
+        "fine-tuned and reads each row's first token; a -mlm scores each token of the vocabulary.",
         caption_justify="left",
     )
     drawn.add_column("model", no_wrap=True)

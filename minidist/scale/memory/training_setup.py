@@ -164,7 +164,12 @@ def check_divisible(config: object, layout: Layout) -> None:
                 f"{layout.trading} ranks trade tokens for heads with cp_kind={layout.cp_kind!r}, and have "
                 f'{config.heads // layout.tp} heads; give cp_kind="ring", or let fewer trade'
             )
-        if layout.ep > 1 and (not config.experts or config.experts % layout.ep):
+        if layout.ep > 1 and not config.experts:
+            raise ValueError(
+                f"ep is {layout.ep} in the layout, and the model has no experts for ranks to share; leave ep "
+                "out, or take a model with experts, such as GPTConfig(experts=8)"
+            )
+        if layout.ep > 1 and config.experts % layout.ep:
             raise ValueError(
                 f"ep is {layout.ep} in the layout and the model has {config.experts} experts in a block; "
                 "give a divisor of their number, or leave it out"

@@ -218,10 +218,10 @@ def _of_one_form(
         planned = [name for name, policy in POLICIES.items() if policy.planned and recomputes(name)]
         forms += [replace(layout, recompute=name) for name in planned]
     most, too_large, found = share(question.rows, layout.dp), list[Candidate](), False
-    hopeful = question.fits_empty(layout, secondary)  # else only the smallest is estimated, to be reported
-    for form in forms if hopeful else forms[-1:]:
+    state_fits = question.fits_empty(layout, secondary)  # else only the smallest is estimated, to be reported
+    for form in forms if state_fits else forms[-1:]:
         least = 0  # the fewest micro-batches that fit
-        powers = (most - 1).bit_length() if hopeful else 0
+        powers = (most - 1).bit_length() if state_fits else 0
         for micro in [*(2**power for power in range(powers)), most]:
             if micro < min(layout.pp, most):
                 continue

@@ -93,7 +93,7 @@ class SomeRanks(nn.Module):
 def test_ranks_that_use_other_layers_do_not_wait_for_each_other(cluster_of: Clusters, layout: str) -> None:
     """Rank 0 sends no gradient behind the expert's before its backward pass ends, and all meet in it.
 
-    A planted fault, by hand: without `GradientComm.meets` this does not end.
+    A planted fault, by hand: without `GradientComm.waits_in_backward` this does not end.
     """
     parsed = md.Layout.parse(layout)
 

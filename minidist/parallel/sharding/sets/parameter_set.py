@@ -287,9 +287,9 @@ class ParameterSet:
 
     def tensors(self) -> list[Tensor]:
         """All memory for gradients."""
-        param_set = [bucket.gradients for bucket in self.buckets if bucket.holds]
+        own_gradients = [bucket.gradients for bucket in self.buckets if bucket.holds]
         reduced = [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
-        return [*(memory.flat for memory in self.memories), *param_set, *reduced]
+        return [*(memory.flat for memory in self.memories), *own_gradients, *reduced]
 
     def bytes_sent(self) -> int:
         """Bytes that a rank sends in a round, without sparse gradients."""

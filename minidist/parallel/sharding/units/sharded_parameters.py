@@ -213,7 +213,7 @@ class ShardedParameters(Sharded):
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.had_gradient[index] |= bucket.gradient_comm.counts
+            self.had_gradient[index] |= bucket.gradient_comm.pass_has_rows
             parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)

@@ -105,7 +105,7 @@ class Reducer:
     def arrived(self, param_index: int) -> None:
         """React to a gradient that autograd has accumulated."""
         param_set, parameter = self._set_of[param_index], self.parameters[param_index]
-        self._rows[param_index] |= 1 if param_set.gradient_comm.counts else 2
+        self._rows[param_index] |= 1 if param_set.gradient_comm.pass_has_rows else 2
         reducing = self.syncing and self.overlap
         if not reducing:
             if self._came not in (Came.UNSENT, Came.SENDING):
@@ -139,7 +139,7 @@ class Reducer:
         if param_set.tail_in_bucket and bucket is param_set.buckets[-1]:
             self._fill_tail(param_set)
         over = param_set.gradient_comm
-        if over.hybrid is not None and self._running and not over.meets:
+        if over.hybrid is not None and self._running and not over.waits_in_backward:
             self._running[-1].advance()  # the sum over copies of the bucket before
         self._running.append(bucket.reduce(blocking=blocking or self._next == len(buckets)))
 
