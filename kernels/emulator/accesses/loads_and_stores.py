@@ -153,11 +153,8 @@ def _put_global(access: Access, data: Array) -> None:
         if not buffer.writable:
             machine.fault("read-only memory", f"the kernel writes to {buffer.name}, which is read-only")
         if buffer.watched:
-            there.kind = (
-                "settles"
-                if instruction.number in access.batch.program.flow.stores_decided_by_loads
-                else "writes"
-            )
+            decided = access.batch.program.flow.stores_decided_by_loads
+            there.kind = "settles" if instruction.number in decided else "writes"
             races.in_global_memory(there, buffer, values)
         offset = there.addresses[0] - buffer.start
         buffer.write(offset, values)
