@@ -9,9 +9,11 @@ in a world of processes they would wait for ever, or get wrong numbers without a
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -147,7 +149,7 @@ class Rank:
 def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank], str]:
     """Run a function on n ranks. Return the results, the ranks, and what went wrong."""
     world, results, failed, torch_threads = World(n), [None] * n, list[str](), torch.get_num_threads()
-    ranks = [Rank(world, rank) for rank in range(n)]
+    ranks, ended = [Rank(world, rank) for rank in range(n)], SimpleQueue[int]()
 
     def body(rank: int) -> None:
         try:
@@ -163,6 +165,7 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
             with world.changed:
                 world.running.remove(threading.current_thread())
                 world.changed.notify_all()
+            ended.put(rank)
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)
@@ -171,13 +174,14 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
     try:
         for thread in threads:
             thread.start()
-        with world.changed:  # a join that Ctrl-C interrupts would take the thread for ended
-            world.changed.wait_for(lambda: not world.running)
+        for _ in threads:  # not join, which takes a thread for ended once Ctrl-C has interrupted it
+            ended.get()
     except KeyboardInterrupt:  # Python must not end while they compute: torch's C++ would abort it
         with world.changed:
             world.stuck = "stopped"
             world.changed.notify_all()
-            world.changed.wait_for(lambda: all(thread.ident is None for thread in world.running))
+        while any(thread.ident is not None for thread in world.running):  # which have started
+            time.sleep(0.01)
         raise
     finally:
         torch.set_num_threads(torch_threads)
