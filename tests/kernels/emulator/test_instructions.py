@@ -194,11 +194,6 @@ def test_tensor_boxes_lie_where_wgmma_looks_for_them(span, address):
 
 def test_tensor_copies_name_what_is_wrong():
     values = np.zeros((64, 64), np.float16)
-    source, _ = tensor(values, (16, 64), 128)
-    with pytest.raises(Fault, match="0x40 of shared memory is not aligned to 128 bytes"):
-        tensor_copies.box_addresses(source, 64, 8192)
-    with pytest.raises(Fault, match="takes 2048 bytes, and shared memory has 4096"):
-        tensor_copies.box_addresses(source, 3072, 4096)
     short = TensorMap(np.zeros(100, np.float16), 64, 64, 72, 16, 64, "float16", 128)
     with pytest.raises(Fault, match="64 rows at a pitch of 72, and the array 100 elements"):
         tensor_copies.load_box(short, 0, 0)
@@ -213,12 +208,8 @@ def mbarrier(expected):
 
 
 def test_mbarriers_name_what_is_undefined():
-    with pytest.raises(Fault, match="made for 0 arrivals"):
-        mbarrier(0)
     with pytest.raises(Fault, match="1 to 1048575"):
         mbarrier(1 << 20)
-    with pytest.raises(Fault, match="3 arrivals at an mbarrier whose phase 0 lacks 2 of 2"):
-        mbarrier(2).arrive(3, None)
     with pytest.raises(Fault, match="waits for 1048576 bytes: it counts to 1048575"):
         mbarrier(1).expect(1 << 20)
 

@@ -4,8 +4,6 @@ That these checks can fail is in `../test_cuda_mutants.py`.
 """
 
 import inspect
-import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ from minidist.kernels.cuda import attention
 from minidist.kernels.cuda.attention import CUDA_ATTENTION_LADDER
 from minidist.kernels.emulator import profiled
 from minidist.kernels.measure.attention_reference import assert_near, check, drawn, formula, least_bytes, run
-from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
+from tests.helpers.cuda_kernels import events_of, without_gpu  # noqa: F401
 from tests.helpers.machine_code import launches, shortcomings
 from tests.helpers.products import check_ladder
 
@@ -135,13 +133,7 @@ def test_what_a_rung_moves_and_that_no_banks_conflict(step, causal):
 def test_the_emulator_is_fast_enough_for_tests_and_lessons(step):
     """128 positions in 300,000 calls of functions, some 0.2 s: a call for each thread would be millions."""
     run(step, HEAD, True, step.dtypes[0])
-    calls, profile = itertools.count(), sys.getprofile()
-    sys.setprofile(lambda *_: next(calls))
-    try:
-        run(step, HEAD, True, step.dtypes[0])
-    finally:
-        sys.setprofile(profile)
-    assert next(calls) < 600_000  # calls and returns
+    assert events_of(lambda: run(step, HEAD, True, step.dtypes[0])) < 600_000
 
 
 @pytest.mark.parametrize(
