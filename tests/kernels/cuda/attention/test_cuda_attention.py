@@ -21,6 +21,7 @@ from minidist.kernels.measure.attention_reference import assert_near, check, dra
 from tests.helpers.cuda_kernels import events_of, without_gpu  # noqa: F401
 from tests.helpers.machine_code import launches, shortcomings
 from tests.helpers.products import check_ladder
+from tests.helpers.refusals import refuses
 
 LAST = CUDA_ATTENTION_LADDER[-1]
 EVERY_DTYPE = [(step, dtype) for step in CUDA_ATTENTION_LADDER for dtype in step.dtypes]
@@ -156,22 +157,15 @@ def test_nothing_spills_and_blocks_fit(step, dtype, architecture, width):
 
 
 Q = torch.ones(2, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ((Q, Q.numpy(), Q), TypeError, "k is a ndarray, not a torch tensor, as q is"),
-        ((Q.numpy(), Q, Q), TypeError, "k is a Tensor, not a NumPy array"),
-        ((Q, Q, Q.to("meta")), TypeError, "v is on meta and q on cpu"),
-        ((Q.to("meta"),) * 3, ValueError, "q is on meta, where rung s1_three_kernels can't run"),
-        ((Q, Q.clone().requires_grad_(), Q), TypeError, "k requires a gradient"),
-        ((Q.double(),) * 3, TypeError, r"q is float64: rung s1_three_kernels .*\.to\(torch.float32\)"),
-    ],
+test_arguments_that_do_not_fit_are_named = refuses(
+    lambda arguments: CUDA_ATTENTION_LADDER[0].attention(*arguments),
+    ((Q, Q.numpy(), Q), TypeError, "k is a ndarray, not a torch tensor, as q is"),
+    ((Q.numpy(), Q, Q), TypeError, "k is a Tensor, not a NumPy array"),
+    ((Q, Q, Q.to("meta")), TypeError, "v is on meta and q on cpu"),
+    ((Q.to("meta"),) * 3, ValueError, "q is on meta, where rung s1_three_kernels can't run"),
+    ((Q, Q.clone().requires_grad_(), Q), TypeError, "k requires a gradient"),
+    ((Q.double(),) * 3, TypeError, r"q is float64: rung s1_three_kernels .*\.to\(torch.float32\)"),
 )
-def test_arguments_that_do_not_fit_are_named(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        CUDA_ATTENTION_LADDER[0].attention(*arguments)
 
 
 def test_rows_too_wide_for_shared_memory_are_refused():
