@@ -1,5 +1,8 @@
 """Kernels and rungs that tests of the CUDA infrastructure share."""
 
+import itertools
+import sys
+
 import numpy as np
 import pytest
 from numba import cuda, float32, int32
@@ -31,6 +34,17 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINIDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+def events_of(function):
+    """How many calls and returns Python sees while this function runs."""
+    events, profile = itertools.count(), sys.getprofile()
+    sys.setprofile(lambda *_: next(events))
+    try:
+        function()
+    finally:
+        sys.setprofile(profile)
+    return next(events)
 
 
 def multiply(a, b, c, m, n, k):

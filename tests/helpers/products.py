@@ -121,6 +121,17 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
         np.testing.assert_array_equal(again, step.matmul(a, b))
 
 
+def check_not_finite(matmul, a, b):
+    """Fail unless NaN and infinities are where NumPy's product has them, and nowhere else; return both."""
+    kind = np.result_type(a.dtype, "float32")  # halves are added in float32
+    with np.errstate(invalid="ignore"):
+        expected = np.matmul(a.astype(kind), b.astype(kind))
+    c, finite = matmul(a, b), np.isfinite(expected)
+    np.testing.assert_array_equal(c[~finite], expected[~finite])
+    assert np.isfinite(c[finite]).all()
+    return c, expected
+
+
 GUARD = 64  # elements before and after memory for others to write to
 
 

@@ -66,6 +66,12 @@ def of(array, register, index, bytes_each):
     return f"mul.wide.u32 {register}, {index}, {bytes_each};\nadd.s64 {register}, %{array}, {register};\n"
 
 
+def make_mbarrier(count):
+    """Return PTX by which thread 0 makes an mbarrier for `count` arrivals at byte 0 of `memory`: %r1."""
+    start = "mov.u32 %r1, memory;\nsetp.eq.u32 %p1, %tid, 0;\n"
+    return f"{start}@%p1 mbarrier.init.shared::cta.b64 [%r1], {count};\n"
+
+
 def result(n, dtype=np.uint32):
     """Return an output array filled with a pattern that no kernel computes."""
     return np.full(n, 0xEE, np.uint8).repeat(np.dtype(dtype).itemsize).view(dtype)

@@ -53,6 +53,9 @@ def test_every_shape_of_a_tile(dtype):
                 rng.choice([1, 2, register_tile.LATE - 1, register_tile.LATE, register_tile.LATE + 1, 60])
             )
             harness.check(RUNG, m, n, k, dtype, rng)
+            for layout in ("embedded", "embedded, transposed"):  # nothing beside is read or written
+                layouts = ["embedded", layout, "embedded"]
+                check_laid_out(RUNG, (m, n, k), dtype, layouts, int(rng.integers(2**32)))
 
 
 @settings(deadline=None, max_examples=80)

@@ -8,7 +8,7 @@ import pytest
 
 from minidist.kernels.cuda.runtime.matrix import TensorMap
 from tests.helpers.ptx_fragments import c_16x8, registers_of
-from tests.helpers.ptx_programs import execute, fault_of, here, of, result
+from tests.helpers.ptx_programs import execute, fault_of, here, make_mbarrier, of, result
 
 # cp.async: a word of x to shared memory, and from there to y.
 ISSUE = here("%tid", "%r1", 16) + of("x", "%d1", "%tid", 16) + of("y", "%d2", "%tid", 16)
@@ -174,10 +174,10 @@ def test_ldmatrix_mma_and_stmatrix_run_in_some_warps():
 
 
 # mbarriers: the first is at byte 0 of shared memory.
-INIT = (
-    "mov.u32 %r1, memory;\nsetp.eq.u32 %p1, %tid, 0;\n"
-    "@%p1 mbarrier.init.shared::cta.b64 [%r1], COUNT;\nbar.sync 0;\n"
-)
+def init(count):
+    return make_mbarrier(count) + "bar.sync 0;\n"
+
+
 ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r1];\n"
 TRY = "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0;\n"
 STORE = here("%tid", "%r40", 4) + "st.shared.u32 [%r40+64], %tid;\n"
@@ -192,21 +192,19 @@ LOAD = (
 
 def test_mbarriers_order_what_warps_do():
     y = result(64)
-    execute(INIT.replace("COUNT", "64") + STORE + ARRIVE + TRY + LOAD, threads=64, y=y)
+    execute(init(64) + STORE + ARRIVE + TRY + LOAD, threads=64, y=y)
     np.testing.assert_array_equal(y, np.arange(64) ^ 32)
-    late = INIT.replace("COUNT", "64") + STORE + ARRIVE + LOAD
+    late = init(64) + STORE + ARRIVE + LOAD
     fault_of("race", "warp . wrote", late, threads=64, y=y)
-    relaxed = (
-        INIT.replace("COUNT", "64") + STORE + ARRIVE.replace(".shared", ".relaxed.cta.shared") + TRY + LOAD
-    )
+    relaxed = init(64) + STORE + ARRIVE.replace(".shared", ".relaxed.cta.shared") + TRY + LOAD
     fault_of("race", "warp . wrote", relaxed, threads=64, y=y)
     # A store after the arrival is not released by it.
-    after = INIT.replace("COUNT", "64") + ARRIVE + STORE + TRY + LOAD
+    after = init(64) + ARRIVE + STORE + TRY + LOAD
     fault_of("race", "warp . wrote", after, threads=64, y=y)
 
 
 def test_phases_of_mbarriers_alternate():
-    make, again = INIT.replace("COUNT", "32"), TRY.replace(" 0;", " 1;")
+    make, again = init(32), TRY.replace(" 0;", " 1;")
     phases = make + again + ARRIVE + TRY + ARRIVE + again
     execute(phases)  # the phase before the first counts as over
     for phase, body in enumerate((make + TRY, make + ARRIVE + again, phases + TRY)):
@@ -217,7 +215,7 @@ def test_mbarriers_at_generic_addresses():
     y = result(64)
     generic = "cvt.u64.u32 %d4, %r1;\ncvta.shared.u64 %d5, %d4;\n" + (ARRIVE + TRY).replace("%r1", "%d5")
     generic = generic.replace(".shared::cta", "")
-    execute(INIT.replace("COUNT", "64") + STORE + generic + LOAD, threads=64, y=y)
+    execute(init(64) + STORE + generic + LOAD, threads=64, y=y)
     np.testing.assert_array_equal(y, np.arange(64) ^ 32)
 
 
@@ -229,13 +227,9 @@ LONELY = "setp.lt.u32 %p3, %tid, 32;\n@%p3 "
     ("kind", "match", "body"),
     [
         ("mbarrier", "where none was made", "mov.u32 %r1, memory;\n" + ARRIVE),
-        (
-            "mbarrier",
-            "64 arrivals at an mbarrier whose phase 0 lacks 63 of 63",
-            INIT.replace("COUNT", "63") + ARRIVE,
-        ),
-        ("mbarrier", "mbarrier.inval has to end that first", INIT.replace("COUNT", "1") * 2),
-        ("mbarrier", "made for 0 arrivals", INIT.replace("COUNT", "0")),
+        ("mbarrier", "64 arrivals at an mbarrier whose phase 0 lacks 63 of 63", init(63) + ARRIVE),
+        ("mbarrier", "mbarrier.inval has to end that first", init(1) * 2),
+        ("mbarrier", "made for 0 arrivals", init(0)),
         (
             "misaligned",
             "at byte 4 of shared memory",
@@ -245,18 +239,18 @@ LONELY = "setp.lt.u32 %p3, %tid, 32;\n@%p3 "
         (
             "mbarrier",
             "something was written over it",
-            INIT.replace("COUNT", "64") + "@%p1 st.shared.u32 [%r1], %tid;\nbar.sync 0;\n" + ARRIVE,
+            init(64) + "@%p1 st.shared.u32 [%r1], %tid;\nbar.sync 0;\n" + ARRIVE,
         ),
-        ("race", "that another warp made", INIT.replace("COUNT", "64").replace("bar.sync 0;\n", "") + ARRIVE),
+        ("race", "that another warp made", make_mbarrier(64) + ARRIVE),
         (
             "deadlock",
             "64 threads wait for the mbarrier at byte 0 .* phase 0 lacks 32 of 64 arrivals",
-            INIT.replace("COUNT", "64") + LONELY + ARRIVE + TRY,
+            init(64) + LONELY + ARRIVE + TRY,
         ),
         (
             "deadlock",
             "lacks 12800 bytes",
-            INIT.replace("COUNT", "64") + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 200;\n" + TRY,
+            init(64) + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 200;\n" + TRY,
         ),
     ],
 )
@@ -266,7 +260,7 @@ def test_mbarrier_mistakes(kind, match, body):
 
 def test_mbarriers_can_be_made_again_when_they_were_ended():
     end = "bar.sync 0;\n@%p1 mbarrier.inval.shared::cta.b64 [%r1];\nbar.sync 0;\n"
-    once = INIT.replace("COUNT", "64") + ARRIVE + TRY
+    once = init(64) + ARRIVE + TRY
     execute(once + end + once, threads=64, y=result(64))
 
 
@@ -277,7 +271,7 @@ def matrix(rows=20, columns=50, swizzle=128, box=(8, 32)):
     return memory[:, :columns], TensorMap(memory.reshape(-1), rows, columns, 56, *box, "float32", swizzle)
 
 
-SHOW = INIT.replace("COUNT", "1").replace("bar.sync", "fence.mbarrier_init.release.cluster;\nbar.sync")
+SHOW = make_mbarrier(1) + "fence.mbarrier_init.release.cluster;\nbar.sync 0;\n"
 ACQUIRE = "fence.proxy.tensormap::generic.acquire.sys [%t], 128;\n"
 CORNER = ACQUIRE + "mov.s32 %r2, X;\nmov.s32 %r3, Y;\nadd.u32 %r4, %r1, 1024;\n"
 EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 1024;\n"

@@ -6,7 +6,7 @@ import pytest
 from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.ptx.fault import EmulatorError
 from tests.helpers.ptx_fragments import bits_of, d_64xn, registers_of
-from tests.helpers.ptx_programs import execute, fault_of, here, of, result
+from tests.helpers.ptx_programs import execute, fault_of, here, make_mbarrier, of, result
 
 
 # wgmma: a (64, 16) and b (16, 16) of bfloat16 lie in shared memory without swizzle, as pieces of 8 rows of 16
@@ -170,10 +170,7 @@ def test_setmaxnreg_takes_multiples_of_8():
 ARRIVE, AWAIT = "barrier.cluster.arrive.release.aligned;\n", "barrier.cluster.wait.acquire.aligned;\n"
 BOTH = ARRIVE + AWAIT
 PEER = "xor.b32 %r2, %rank, 1;\nmapa.shared::cluster.u32 %r3, %r1, %r2;\n"
-INIT = (
-    "mov.u32 %r1, memory;\nsetp.eq.u32 %p1, %tid, 0;\n@%p1 mbarrier.init.shared::cta.b64 [%r1], COUNT;\n"
-    "fence.mbarrier_init.release.cluster;\n"
-)
+INIT = make_mbarrier(1) + "fence.mbarrier_init.release.cluster;\n"
 REMOTE = "@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r3];\n"
 TRY = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r1], 0;\n"
 GIVE = (
@@ -200,16 +197,16 @@ def test_blocks_of_a_cluster_write_each_other_s_memory():
 
 def test_blocks_of_a_cluster_arrive_at_each_other_s_mbarriers():
     y = result(64)
-    exchange = INIT.replace("COUNT", "1") + BOTH + PEER + GIVE + REMOTE + TRY + TAKE
+    exchange = INIT + BOTH + PEER + GIVE + REMOTE + TRY + TAKE
     execute(exchange + BOTH, **CLUSTER, y=y)
     np.testing.assert_array_equal(y, EXCHANGED)
-    unmade = INIT.replace("COUNT", "1") + PEER + GIVE + REMOTE + TRY + TAKE + BOTH
+    unmade = INIT + PEER + GIVE + REMOTE + TRY + TAKE + BOTH
     fault_of("race", "that another warp made", unmade, **CLUSTER, y=y)
 
 
 def test_a_block_must_not_end_before_others_used_its_memory():
     first_only = "setp.eq.u32 %p3, %rank, 0;\n@!%p3 bra END;\n"
-    one_way = INIT.replace("COUNT", "1") + BOTH + PEER + first_only + REMOTE + "END:\n"
+    one_way = INIT + BOTH + PEER + first_only + REMOTE + "END:\n"
     fault_of("block ended", "block 1 may have ended", one_way, **CLUSTER)
     execute(one_way + BOTH, **CLUSTER)
     # A block that has waited for the arrival may end.
@@ -218,7 +215,7 @@ def test_a_block_must_not_end_before_others_used_its_memory():
 
 
 OUTSIDE = "mov.u32 %r1, memory;\nmapa.shared::cluster.u32 %r3, %r1, 2;\n"
-STUCK = INIT.replace("COUNT", "1") + "setp.eq.u32 %p3, %rank, 0;\n@%p3 bra A;\n" + TRY + "A:\n" + BOTH
+STUCK = INIT + "setp.eq.u32 %p3, %rank, 0;\n@%p3 bra A;\n" + TRY + "A:\n" + BOTH
 
 
 @pytest.mark.parametrize(
@@ -257,20 +254,20 @@ def source():
 def test_multicast_loads_reach_all_blocks():
     values, t = source()
     y = result(512, np.float32)
-    start = INIT.replace("COUNT", "1") + BOTH
+    start = INIT + BOTH
     execute(start + LOADS.replace("MASK", "3") + TRY + ROWS + BOTH, **CLUSTER, t=t, y=y)
     np.testing.assert_array_equal(y.reshape(2, 256), [values, values])
     fault_of("out of bounds", "mask 0b101", start + LOADS.replace("MASK", "5"), **CLUSTER, t=t, y=y)
     mine = start + LOADS.replace("MASK", "1") + TRY
     fault_of("deadlock", "lacks 1024 bytes|512 bytes", mine, **CLUSTER, t=t, y=y)
-    soon = INIT.replace("COUNT", "1") + "bar.sync 0;\n" + LOADS.replace("MASK", "3") + TRY + ROWS + BOTH
+    soon = INIT + "bar.sync 0;\n" + LOADS.replace("MASK", "3") + TRY + ROWS + BOTH
     fault_of("race", "that another warp made", soon, **CLUSTER, t=t, y=y)
 
 
 def test_multicast_must_not_overwrite_what_the_other_block_reads():
     _, t = source()
     again = LOADS.replace("MASK", "3") + TRY.replace(" 0;", " 1;") + ROWS
-    first = INIT.replace("COUNT", "1") + BOTH + LOADS.replace("MASK", "3") + TRY + ROWS
+    first = INIT + BOTH + LOADS.replace("MASK", "3") + TRY + ROWS
     execute(first + BOTH + again + BOTH, **CLUSTER, t=t, y=result(512, np.float32))
     fault_of(
         "race", "lets the copy engine write", first + again + BOTH, **CLUSTER, t=t, y=result(512, np.float32)

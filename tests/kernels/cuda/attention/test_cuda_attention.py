@@ -4,8 +4,6 @@ That these checks can fail is in `../test_cuda_mutants.py`.
 """
 
 import inspect
-import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +18,10 @@ from minidist.kernels.cuda import attention
 from minidist.kernels.cuda.attention import CUDA_ATTENTION_LADDER
 from minidist.kernels.emulator import profiled
 from minidist.kernels.measure.attention_reference import assert_near, check, drawn, formula, least_bytes, run
-from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
+from tests.helpers.cuda_kernels import events_of, without_gpu  # noqa: F401
 from tests.helpers.machine_code import launches, shortcomings
 from tests.helpers.products import check_ladder
+from tests.helpers.refusals import refuses
 
 LAST = CUDA_ATTENTION_LADDER[-1]
 EVERY_DTYPE = [(step, dtype) for step in CUDA_ATTENTION_LADDER for dtype in step.dtypes]
@@ -135,13 +134,7 @@ def test_what_a_rung_moves_and_that_no_banks_conflict(step, causal):
 def test_the_emulator_is_fast_enough_for_tests_and_lessons(step):
     """128 positions in 300,000 calls of functions, some 0.2 s: a call for each thread would be millions."""
     run(step, HEAD, True, step.dtypes[0])
-    calls, profile = itertools.count(), sys.getprofile()
-    sys.setprofile(lambda *_: next(calls))
-    try:
-        run(step, HEAD, True, step.dtypes[0])
-    finally:
-        sys.setprofile(profile)
-    assert next(calls) < 600_000  # calls and returns
+    assert events_of(lambda: run(step, HEAD, True, step.dtypes[0])) < 600_000
 
 
 @pytest.mark.parametrize(
@@ -164,22 +157,15 @@ def test_nothing_spills_and_blocks_fit(step, dtype, architecture, width):
 
 
 Q = torch.ones(2, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ((Q, Q.numpy(), Q), TypeError, "k is a ndarray, not a torch tensor, as q is"),
-        ((Q.numpy(), Q, Q), TypeError, "k is a Tensor, not a NumPy array"),
-        ((Q, Q, Q.to("meta")), TypeError, "v is on meta and q on cpu"),
-        ((Q.to("meta"),) * 3, ValueError, "q is on meta, where rung s1_three_kernels can't run"),
-        ((Q, Q.clone().requires_grad_(), Q), TypeError, "k requires a gradient"),
-        ((Q.double(),) * 3, TypeError, r"q is float64: rung s1_three_kernels .*\.to\(torch.float32\)"),
-    ],
+test_arguments_that_do_not_fit_are_named = refuses(
+    lambda arguments: CUDA_ATTENTION_LADDER[0].attention(*arguments),
+    ((Q, Q.numpy(), Q), TypeError, "k is a ndarray, not a torch tensor, as q is"),
+    ((Q.numpy(), Q, Q), TypeError, "k is a Tensor, not a NumPy array"),
+    ((Q, Q, Q.to("meta")), TypeError, "v is on meta and q on cpu"),
+    ((Q.to("meta"),) * 3, ValueError, "q is on meta, where rung s1_three_kernels can't run"),
+    ((Q, Q.clone().requires_grad_(), Q), TypeError, "k requires a gradient"),
+    ((Q.double(),) * 3, TypeError, r"q is float64: rung s1_three_kernels .*\.to\(torch.float32\)"),
 )
-def test_arguments_that_do_not_fit_are_named(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        CUDA_ATTENTION_LADDER[0].attention(*arguments)
 
 
 def test_rows_too_wide_for_shared_memory_are_refused():
