@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ from tests.helpers import warm_python
 from tests.helpers.clocks import HANG, until
 from tests.helpers.fresh_python import output_of
 from tests.helpers.processes import alive, descendants, wait_until_gone
+from tests.helpers.refusals import refuses
 
 
 @contextlib.contextmanager
@@ -84,8 +86,6 @@ def test_launch_passes_arguments_by_name_and_sets_no_time_limit(monkeypatch: pyt
     assert md.launch(divmod, 1, (7, 2)) == [(3, 1)]
     assert md.launch(int, 1, ("ff",), kwargs={"base": 16}) == [255]
     assert limits == [None, None]
-    with pytest.raises(TypeError, match=r"kwargs is \('base', 16\); give a dict of arguments by name"):
-        md.launch(int, 1, ("ff",), kwargs=("base", 16))  # type: ignore[arg-type]
 
 
 def test_functions_that_name_modules_of_own_classes_travel(cluster_of: Clusters) -> None:
@@ -503,27 +503,23 @@ def test_what_cannot_be_sent_is_said(cluster_of: Clusters) -> None:
         cluster.run(lambda: cluster)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"ranks": 0}, ValueError, "ranks is 0; give at least 1"),
-        ({"ranks": "4"}, TypeError, r"ranks is '4' \(str\); give an integer"),
-        ({"ranks": 2.0}, TypeError, r"ranks is 2.0 \(float\); give an integer"),
-        (
-            {"ranks": 1, "timeout": 0},
-            ValueError,
-            "timeout is 0; give seconds above 0 and up to 1000000",
-        ),
-        ({"ranks": 1, "timeout": float("nan")}, ValueError, "timeout is nan"),
-        ({"ranks": 1, "timeout": float("inf")}, ValueError, "timeout is inf"),
-        ({"ranks": 1, "start_timeout": float("inf")}, ValueError, "start_timeout is inf"),
-        ({"ranks": 1, "threads": 0}, ValueError, "threads is 0"),
-        ({"ranks": 1, "args": 3}, TypeError, r"args is 3; give a tuple, such as \(3,\)"),
-    ],
+test_wrong_arguments = refuses(
+    partial(md.launch, md.rank),
+    ({"ranks": 0}, "ranks is 0; give at least 1"),
+    ({"ranks": "4"}, TypeError, r"ranks is '4' \(str\); give an integer"),
+    ({"ranks": 2.0}, TypeError, r"ranks is 2.0 \(float\); give an integer"),
+    ({"ranks": 1, "timeout": 0}, "timeout is 0; give seconds above 0 and up to 1000000"),
+    ({"ranks": 1, "timeout": float("nan")}, "timeout is nan"),
+    ({"ranks": 1, "timeout": float("inf")}, "timeout is inf"),
+    ({"ranks": 1, "start_timeout": float("inf")}, "start_timeout is inf"),
+    ({"ranks": 1, "threads": 0}, "threads is 0"),
+    ({"ranks": 1, "args": 3}, TypeError, r"args is 3; give a tuple, such as \(3,\)"),
+    (
+        {"ranks": 1, "kwargs": ("base", 16)},
+        TypeError,
+        r"kwargs is \('base', 16\); give a dict of arguments by name",
+    ),
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        md.launch(md.rank, **arguments)
 
 
 def test_a_closed_cluster_says_so() -> None:

@@ -27,10 +27,6 @@ from tests.helpers.clocks import HANG
 SIZES = [0, 1, 7, 1000, 2**18 + 1, 2**20, 2**20 + 1]
 
 
-def on_each(cluster_of: Clusters, function: Any, ranks: int = 2) -> list[Any]:
-    return cluster_of(ranks).run(function)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
 def test_every_size_arrives(cluster_of: Clusters, dtype: torch.dtype) -> None:
     def exchange() -> list[tuple[str, int]]:
@@ -46,7 +42,7 @@ def test_every_size_arrives(cluster_of: Clusters, dtype: torch.dtype) -> None:
             taken.append((ledger.calls[0].algorithm, ledger.bytes_on_wire))
         return taken
 
-    for taken in on_each(cluster_of, exchange):
+    for taken in cluster_of(2).run(exchange):
         for size, (algorithm, on_wire) in zip(SIZES, taken, strict=True):
             bytes_ = size * dtype.itemsize
             assert (algorithm, on_wire) == (("shared_memory", 0) if bytes_ <= 2**22 else ("torch", bytes_))
@@ -67,7 +63,7 @@ def test_tags_and_groups_are_apart_and_each_is_in_order(cluster_of: Clusters) ->
             for i in (2, 0, 1):
                 assert works[i].wait().item() == 100 * other + 10 * k + i
 
-    on_each(cluster_of, exchange)
+    cluster_of(2).run(exchange)
 
 
 def test_what_finds_no_room_goes_over_gloo_in_order(cluster_of: Clusters) -> None:
@@ -88,7 +84,7 @@ def test_what_finds_no_room_goes_over_gloo_in_order(cluster_of: Clusters) -> Non
         x.wait()
         return ledger.bytes_sent, ledger.bytes_on_wire
 
-    assert on_each(cluster_of, exchange) == [(24 * 2**20 + 2**23, 8 * 2**20 + 2**23)] * 2
+    assert cluster_of(2).run(exchange) == [(24 * 2**20 + 2**23, 8 * 2**20 + 2**23)] * 2
 
 
 def test_the_ring_of_bytes_goes_round(cluster_of: Clusters) -> None:
@@ -105,7 +101,7 @@ def test_the_ring_of_bytes_goes_round(cluster_of: Clusters) -> None:
             comm.recv(torch.empty(1), other)
         return ledger.bytes_on_wire
 
-    assert on_each(cluster_of, exchange) == [0, 0]
+    assert cluster_of(2).run(exchange) == [0, 0]
 
 
 def test_another_size_than_expected_is_named(cluster_of: Clusters) -> None:
@@ -118,7 +114,7 @@ def test_another_size_than_expected_is_named(cluster_of: Clusters) -> None:
         assert comm.recv(torch.empty(3), other).tolist() == [1, 1, 1]
         return str(error.value)
 
-    for text in on_each(cluster_of, exchange):
+    for text in cluster_of(2).run(exchange):
         assert "12 bytes, and 16 were expected" in text
         assert "recv of float32[4]" in text
 
@@ -186,7 +182,7 @@ def test_what_cannot_use_a_mailbox_goes_over_gloo(
                 return exchanged()
 
     turn = time.monotonic_ns()
-    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2]), (of_rank_1, [0, 1, 2])]
+    assert cluster_of(2).run(exchange) == [(36, [0, 1, 2]), (of_rank_1, [0, 1, 2])]
 
 
 def test_threads_may_receive_at_once(cluster_of: Clusters) -> None:
@@ -206,7 +202,7 @@ def test_threads_may_receive_at_once(cluster_of: Clusters) -> None:
             thread.join(HANG)
         return received
 
-    assert on_each(cluster_of, exchange) == [[0.0, 190.0, 380.0, 570.0]] * 2
+    assert cluster_of(2).run(exchange) == [[0.0, 190.0, 380.0, 570.0]] * 2
 
 
 def test_a_receiver_learns_that_its_sender_has_ended() -> None:
@@ -268,7 +264,7 @@ def test_a_failure_comes_after_what_was_sent_and_only_to_its_key(cluster_of: Clu
         assert comm.recv(torch.empty(1), other, 5).item() == 8
         return told
 
-    for rank, told in enumerate(on_each(cluster_of, exchange)):
+    for rank, told in enumerate(cluster_of(2).run(exchange)):
         for text in told:
             assert text.startswith("recv of float32[")
             assert f"rank {1 - rank} failed, and this belongs to what it did; its own error says why" in text
@@ -281,4 +277,4 @@ def test_a_receive_that_is_given_up_takes_nothing(cluster_of: Clusters) -> None:
         comm.send(torch.full((1,), 3.0), other)
         return float(comm.recv(torch.empty(1), other))
 
-    assert on_each(cluster_of, exchange) == [3.0, 3.0]
+    assert cluster_of(2).run(exchange) == [3.0, 3.0]
