@@ -12,6 +12,7 @@ from minidist import comm
 from minidist.comm.mesh import AXES, Mesh
 from minidist.comm.work import ranks_of
 from tests.conftest import Clusters
+from tests.helpers.refusals import refuses
 
 BY_STAGE = {"pp": ((0, 2), (1, 3)), "tp": ((0, 1), (2, 3))}
 BY_TOKENS = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3)), "dp_cp": ((0, 1, 2, 3),)}
@@ -60,25 +61,12 @@ def test_groups_are_made_once(cluster_of: Clusters) -> None:
     assert cluster_of(4).run(count) == [(0, True)] * 4
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"tp": 0}, "tp is 0; give at least 1"),
-        (
-            {"dp": 2},
-            r"needs 2 ranks \(pp 1 x dp 2 x cp 1 x tp 1\) and the world has 1; .* to dp=1 for",
-        ),
-        ({"tp": 3}, "to tp=1 for one, or start 3 ranks"),
-        ({"tp": 3, "pp": 2}, "the world has 1; change the layout, or start 6 ranks"),
-    ],
+test_wrong_sizes_name_the_axis = refuses(
+    Mesh,
+    ({"tp": 0}, "tp is 0; give at least 1"),
+    ({"dp": 2}, r"needs 2 ranks \(pp 1 x dp 2 x cp 1 x tp 1\) and the world has 1; .* to dp=1 for"),
+    ({"tp": 3}, "to tp=1 for one, or start 3 ranks"),
+    ({"tp": 3, "pp": 2}, "the world has 1; change the layout, or start 6 ranks"),
+    ({"cp": True}, TypeError, r"cp is True \(bool\); give an integer"),
 )
-def test_wrong_sizes_name_the_axis(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Mesh(**sizes)
-
-
-def test_a_size_is_a_whole_number_and_an_axis_is_known() -> None:
-    with pytest.raises(TypeError, match=r"cp is True \(bool\); give an integer"):
-        Mesh(cp=True)
-    with pytest.raises(ValueError, match="unknown axis 'ep'"):
-        Mesh().group("ep")
+test_an_axis_is_known = refuses(Mesh().group, ("ep", "unknown axis 'ep'"))
