@@ -16,6 +16,7 @@ from minidist.comm import algorithms
 from minidist.comm.algorithms import execute
 from tests.comm.one_process import REDUCE, exact, inputs
 from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 
 ALL = [(operation, name) for operation, names in algorithms.ALGORITHMS.items() for name in names]
 
@@ -39,16 +40,12 @@ def on_this_rank(operation: str, name: str, x: torch.Tensor, batches: bool) -> t
     return target[bounds[rank] : bounds[rank + 1]] if operation == "reduce_scatter" else target
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_steps_in_batches_give_the_same(cluster_of: Clusters, ranks: int) -> None:
+@on_ranks(1, 3, 4)
+def test_steps_in_batches_give_the_same() -> None:
     """As over NCCL, where the messages of a step are started together; here over gloo."""
-
-    def compare() -> None:
-        x = inputs(5, (41,), torch.float32, md.size())[md.rank()]
-        for operation, name in ALL:
-            exact(*(on_this_rank(operation, name, x, batches) for batches in (False, True)))
-
-    cluster_of(ranks).run(compare)
+    x = inputs(5, (41,), torch.float32, md.size())[md.rank()]
+    for operation, name in ALL:
+        exact(*(on_this_rank(operation, name, x, batches) for batches in (False, True)))
 
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS["all_reduce"]))

@@ -17,6 +17,7 @@ from minidist.comm.transport import host, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
 from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
@@ -43,48 +44,42 @@ def test_large_tensors(cluster_of: Clusters, ranks: int, shared: bool) -> None:
         exact(other, first)
 
 
-def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
-    def overlap() -> tuple[float, float, float]:
-        x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
-        comm.barrier()  # makes the memory
-        with comm.ledger() as ledger:
-            begun = time.perf_counter()
-            works = [comm.all_reduce(part, async_op=True) for part in x]
-            last = comm.all_reduce(torch.ones(3), "max")  # after those that are under way
-            while not all(work.done() for work in works):
-                time.sleep(0.001)
-            complete = time.perf_counter() - begun
-            time.sleep(0.1)
-            for i, work in enumerate(works):
-                exact(work.wait(), torch.full((1000,), 2.0 * i + 1))
-        exact(last, torch.ones(3))
-        return complete, ledger.comm_overlap, max(call.seconds for call in ledger.calls)
-
-    for complete, hidden, longest in cluster_of(2).run(overlap):
-        assert 0 < hidden < 1
-        assert longest <= complete  # the thread says when a call was complete, not when somebody asked
+@on_ranks(2)
+def test_asynchronous_calls_run_in_order_while_the_rank_computes() -> None:
+    x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
+    comm.barrier()  # makes the memory
+    with comm.ledger() as ledger:
+        begun = time.perf_counter()
+        works = [comm.all_reduce(part, async_op=True) for part in x]
+        last = comm.all_reduce(torch.ones(3), "max")  # after those that are under way
+        while not all(work.done() for work in works):
+            time.sleep(0.001)
+        complete = time.perf_counter() - begun
+        time.sleep(0.1)
+        for i, work in enumerate(works):
+            exact(work.wait(), torch.full((1000,), 2.0 * i + 1))
+    exact(last, torch.ones(3))
+    assert 0 < ledger.comm_overlap < 1
+    # The thread says when a call was complete, not when somebody asked.
+    assert max(call.seconds for call in ledger.calls) <= complete
 
 
-def test_memory_goes_with_the_last_tensor(cluster_of: Clusters) -> None:
-    def grow() -> tuple[int, int, int]:
-        def mapped() -> int:
-            lines = Path("/proc/self/maps").read_text().splitlines()
-            return sum("memfd:minidist" in line for line in lines)
+@on_ranks(2)
+def test_memory_goes_with_the_last_tensor() -> None:
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum("memfd:minidist" in line for line in lines)
 
-        comm.barrier()
-        before = mapped()
-        x = comm.empty_shared((1000,))
-        part = x[3:5]
-        during = mapped()
-        del x
-        assert mapped() == during
-        part += 1
-        del part
-        return before, during, mapped()
-
-    for before, during, after in cluster_of(2).run(grow):
-        assert during == before + 1
-        assert after == before
+    comm.barrier()
+    before = mapped()
+    x = comm.empty_shared((1000,))
+    part = x[3:5]
+    assert mapped() == before + 1
+    del x
+    assert mapped() == before + 1
+    part += 1
+    del part
+    assert mapped() == before
 
 
 def test_nothing_has_a_name_that_could_be_left_behind() -> None:
@@ -187,21 +182,18 @@ def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: l
         assert {sizes[9] for sizes in results} == {(24 * 8 + 12 * 8, 12 * 8)}
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
-    def evaluate() -> list[float]:
-        work.forget_groups()  # so that the staging buffers are made here
-        comm.barrier()
-        totals = []
-        with torch.inference_mode():
-            inside, outside = torch.ones(1), torch.ones(1)
-            totals.append(comm.all_reduce(inside, algorithm=algorithm).clone())
-            totals.append(comm.all_reduce(inside, algorithm=algorithm, async_op=True).wait())
-        totals.append(comm.all_reduce(outside, algorithm=algorithm))
-        totals.append(comm.all_reduce(torch.ones(1), algorithm=algorithm))
-        return [float(total) for total in totals]
-
-    assert cluster_of(2).run(evaluate) == [[2.0, 4.0, 2.0, 2.0]] * 2
+@on_ranks(2, algorithm=("auto", "ring"))
+def test_tensors_made_in_inference_mode(algorithm: str) -> None:
+    work.forget_groups()  # so that the staging buffers are made here
+    comm.barrier()
+    totals = []
+    with torch.inference_mode():
+        inside, outside = torch.ones(1), torch.ones(1)
+        totals.append(comm.all_reduce(inside, algorithm=algorithm).clone())
+        totals.append(comm.all_reduce(inside, algorithm=algorithm, async_op=True).wait())
+    totals.append(comm.all_reduce(outside, algorithm=algorithm))
+    totals.append(comm.all_reduce(torch.ones(1), algorithm=algorithm))
+    assert totals == [2.0, 4.0, 2.0, 2.0]
 
 
 def test_hierarchical_and_others_at_once() -> None:
