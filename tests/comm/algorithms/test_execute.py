@@ -133,19 +133,17 @@ def test_wrong_arguments_are_told_in_a_sentence(source: torch.Tensor, target: to
         execute.execute([], source, target, op)
 
 
-@pytest.mark.parametrize("op", ["min", "max", "product"])
-def test_other_reductions_and_dtypes_equal_one_process(cluster_of: Clusters, op: str) -> None:
-    dtypes = torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16
-
-    def reduce() -> None:
-        for dtype in dtypes:
-            parts = inputs(5, (41,), dtype, md.size())
-            for generator in algorithms.ALGORITHMS["all_reduce"].values():
-                x = parts[md.rank()].clone()
-                execute.execute(generator(md.rank(), md.size(), len(x)), x, x, op)
-                exact(x, REDUCE[op](parts).to(dtype))
-
-    cluster_of(3).run(reduce)
+@on_ranks(
+    3,
+    op=("min", "max", "product"),
+    dtype=(torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16),
+)
+def test_other_reductions_and_dtypes_equal_one_process(op: str, dtype: torch.dtype) -> None:
+    parts = inputs(5, (41,), dtype, md.size())
+    for generator in algorithms.ALGORITHMS["all_reduce"].values():
+        x = parts[md.rank()].clone()
+        execute.execute(generator(md.rank(), md.size(), len(x)), x, x, op)
+        exact(x, REDUCE[op](parts).to(dtype))
 
 
 def test_cutting_grows_with_the_segments(monkeypatch: pytest.MonkeyPatch) -> None:
