@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import minidist as md
@@ -19,24 +18,16 @@ BY_STAGE = {"pp": ((0, 2), (1, 3)), "tp": ((0, 1), (2, 3))}
 BY_TOKENS = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3)), "dp_cp": ((0, 1, 2, 3),)}
 
 
-@pytest.mark.parametrize(("sizes", "rows"), [({"pp": 2, "tp": 2}, BY_STAGE), ({"dp": 2, "cp": 2}, BY_TOKENS)])
-def test_who_is_in_a_group_with_whom(
-    cluster_of: Clusters, sizes: dict[str, int], rows: dict[str, Any]
-) -> None:
+@on_ranks(4, rows=(BY_STAGE, BY_TOKENS))
+def test_who_is_in_a_group_with_whom(rows: dict[str, Any]) -> None:
     """Neighbours are tensor-parallel. Data and context parallelism have a group together, too."""
-
-    def groups() -> dict[str, tuple[tuple[int, ...], int, int, float]]:
-        mesh, found = Mesh(**sizes), {}
-        for axis in (*AXES, "dp_cp"):
-            total = comm.all_reduce(torch.tensor(10.0 ** md.rank()), group=mesh.group(axis))
-            found[axis] = ranks_of(mesh.group(axis)), mesh.size(axis), mesh.rank(axis), float(total)
-        return found
-
-    for rank, found in enumerate(cluster_of(4).run(groups)):
-        for axis, (members, size, place, total) in found.items():
-            wanted = next(row for row in rows.get(axis, [(rank,)]) if rank in row)
-            assert (members, size, members[place]) == (wanted, len(wanted), rank)
-            assert total == sum(10.0**each for each in wanted)
+    rank, mesh = md.rank(), Mesh(**{axis: 2 for axis in rows if axis != "dp_cp"})
+    for axis in (*AXES, "dp_cp"):
+        members = ranks_of(mesh.group(axis))
+        wanted = next(row for row in rows.get(axis, [(rank,)]) if rank in row)
+        assert (members, mesh.size(axis), members[mesh.rank(axis)]) == (wanted, len(wanted), rank)
+        total = comm.all_reduce(torch.tensor(10.0**rank), group=mesh.group(axis))
+        assert total == sum(10.0**each for each in wanted)
 
 
 def test_the_whole_world_is_no_new_group(cluster_of: Clusters) -> None:

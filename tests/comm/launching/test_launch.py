@@ -42,7 +42,7 @@ from tests.helpers.refusals import refuses
 
 
 @contextlib.contextmanager
-def program(tmp_path: Path, text: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def program(tmp_path: Path, text: str, **environment: str) -> Iterator[Any]:
     """A script in a process of its own, killed at the end if it still runs."""
     process = warm_python.Popen(
         [sys.executable, str(written(tmp_path, text))],
@@ -609,7 +609,6 @@ def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: sig
     count = 2 if method == "fork" else 1  # each would import torch
     text = FOREVER.replace("RANKS", str(count))
     with program(tmp_path, text, MINIDIST_START_METHOD=method) as caller:
-        assert caller.stdout is not None
         ranks = [int(caller.stdout.readline().split()[-1]) for _ in range(count)]
         left = {*ranks, *descendants(caller.pid)}
         assert len(left) == 1 + count, "the supervisor and the ranks"
@@ -617,7 +616,6 @@ def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: sig
         caller.wait(HANG)
         wait_until_gone(sorted(left))
         if number == signal.SIGINT:
-            assert caller.stderr is not None
             assert "KeyboardInterrupt" in caller.stderr.read()
 
 
@@ -636,7 +634,6 @@ def test_a_forked_child_of_the_caller_does_not_keep_ranks(tmp_path: Path) -> Non
         cluster.run(time.sleep, 30)
     """
     with program(tmp_path, text, PYTHONWARNINGS="ignore") as caller:
-        assert caller.stdout is not None
         child, *ranks = map(int, caller.stdout.readline().split())
         caller.kill()
         caller.wait(HANG)
@@ -648,13 +645,11 @@ def test_a_forked_child_of_the_caller_does_not_keep_ranks(tmp_path: Path) -> Non
 
 def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
     with program(tmp_path, FOREVER.replace("RANKS", "2")) as caller:
-        assert caller.stdout is not None
         ranks = [int(caller.stdout.readline().split()[-1]) for _ in range(2)]
         (supervisor,) = set(descendants(caller.pid)) - set(ranks)
         os.kill(supervisor, signal.SIGKILL)
         wait_until_gone(ranks)
         assert caller.wait(HANG) == 1
-        assert caller.stderr is not None
         assert "the process that starts and watches ranks was killed by SIGKILL\n" in caller.stderr.read()
 
 

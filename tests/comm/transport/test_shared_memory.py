@@ -15,33 +15,24 @@ from minidist import comm
 from minidist.comm import work
 from minidist.comm.transport import host, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
-from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("shared", [True, False])
-def test_large_tensors(cluster_of: Clusters, ranks: int, shared: bool) -> None:
+@on_ranks(2, 3, shared=(True, False))
+def test_large_tensors(shared: bool) -> None:
     """Three chunks and a bit, with buffers of the real size. All ranks get the same bits."""
-
-    def reduce() -> torch.Tensor:
-        generator = torch.Generator().manual_seed(md.rank())
-        x = torch.rand(3 * 2**18 + 5, generator=generator)
-        if shared:
-            x = comm.empty_shared(x.shape).copy_(x)
-        return comm.all_reduce(x).clone()
-
-    first, *others = cluster_of(ranks).run(reduce)
-    parts = [torch.rand(len(first), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    length = 3 * 2**18 + 5
+    parts = [torch.rand(length, generator=torch.Generator().manual_seed(r)) for r in range(md.size())]
     wanted = parts[0]
     for part in parts[1:]:
         wanted = wanted + part  # in the same order, so the same bits
-    exact(first, wanted)
-    for other in others:
-        exact(other, first)
+    x = parts[md.rank()]
+    if shared:
+        x = comm.empty_shared(x.shape).copy_(x)
+    exact(comm.all_reduce(x), wanted)
 
 
 @on_ranks(2)
@@ -227,12 +218,10 @@ def test_a_peer_may_end_once_it_has_come() -> None:
     assert not late, "it was looked at"
 
 
-def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cluster_of: Clusters) -> None:
-    def spins(cores: int) -> int:
-        group = md.comm.Mesh(dp=2, tp=2).group("tp")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
-            return shared_memory.SharedMemory(group, 30.0).process_barrier.spins
-
-    assert cluster_of(4).run(spins, 3) == [0] * 4
-    assert cluster_of(4).run(spins, 4) == [host.SPINS] * 4
+@on_ranks(4, cores=(3, 4))
+def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cores: int) -> None:
+    group = md.comm.Mesh(dp=2, tp=2).group("tp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+        spins = shared_memory.SharedMemory(group, 30.0).process_barrier.spins
+    assert spins == (host.SPINS if cores == 4 else 0)
