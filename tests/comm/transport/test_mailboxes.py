@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
@@ -174,20 +174,17 @@ def test_what_cannot_use_a_mailbox_goes_over_gloo(
 
 @on_ranks(2)
 def test_threads_may_receive_at_once() -> None:
-    other, received = 1 - md.rank(), [0.0] * 4
+    other = 1 - md.rank()
 
-    def receive(tag: int) -> None:
-        received[tag] = sum(comm.recv(torch.empty(1), other, tag).item() for _ in range(20))
+    def receive(tag: int) -> float:
+        return sum(comm.recv(torch.empty(1), other, tag).item() for _ in range(20))
 
-    threads = [threading.Thread(target=receive, args=(tag,)) for tag in range(4)]
-    for thread in threads:
-        thread.start()
-    for i in range(20):
-        for tag in range(4):
-            comm.send(torch.tensor([float(tag * i)]), other, tag)
-    for thread in threads:
-        thread.join(HANG)
-    assert received == [0.0, 190.0, 380.0, 570.0]
+    with ThreadPoolExecutor(4) as pool:
+        received = pool.map(receive, range(4))
+        for i in range(20):
+            for tag in range(4):
+                comm.send(torch.tensor([float(tag * i)]), other, tag)
+    assert [*received] == [0.0, 190.0, 380.0, 570.0]
 
 
 def test_a_receiver_learns_that_its_sender_has_ended() -> None:
