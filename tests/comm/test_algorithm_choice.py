@@ -12,7 +12,7 @@ from minidist import comm
 from minidist.comm import algorithms, work
 from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import exact
-from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 
 
 def test_the_api_knows_every_algorithm() -> None:
@@ -21,74 +21,65 @@ def test_the_api_knows_every_algorithm() -> None:
         assert set(ALGORITHMS[operation]) - set(known) == {"torch", "shared_memory"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_algorithm_gives_the_same(cluster_of: Clusters, ranks: int, dtype: torch.dtype) -> None:
+@on_ranks(2, 3, 4, dtype=(torch.float64, torch.bfloat16, torch.int16))
+def test_every_algorithm_gives_the_same(dtype: torch.dtype) -> None:
     """Results equal torch's, for a shape that is not flat, and the bytes are those of the schedule."""
-
-    def compare() -> None:
-        rank, size = md.rank(), md.size()
-        x = (torch.arange(5 * 3 * size).view(5 * size, 3) % 7 + rank).to(dtype)
-        calls: dict[str, Callable[[str], torch.Tensor]] = {
-            "all_reduce": lambda name: comm.all_reduce(x.clone(), "max", algorithm=name),
-            "reduce_scatter": lambda name: comm.reduce_scatter(x, algorithm=name),
-            "all_gather": lambda name: comm.all_gather(x, algorithm=name),
-            "broadcast": lambda name: comm.broadcast(x.clone(), source=size - 1, algorithm=name),
-            "all_to_all": lambda name: comm.all_to_all(x, algorithm=name),
-        }
-        for operation, call in calls.items():
-            wanted = call("shared_memory")
-            for name in ALGORITHMS[operation]:
-                if name == "torch" and dtype == torch.int16:
-                    continue  # gloo cannot send this dtype
-                with comm.ledger() as ledger:
-                    exact(call(name), wanted)
-                assert ledger.calls[0].algorithm == name
-                if name in algorithms.ALGORITHMS[operation] and name != "hierarchical":
-                    options = {"source": size - 1} if operation == "broadcast" else {}
-                    elements = x.numel() * (size if operation == "all_gather" else 1)
-                    steps = algorithms.schedule(operation, name, size, elements, **options).steps[rank]
-                    assert ledger.bytes_on_wire == algorithms.bytes_sent(steps, x.element_size(), rank)
-        if dtype.is_floating_point:
-            means = [comm.all_reduce(x.clone(), "mean", algorithm=name) for name in ("ring", "tree", "torch")]
-            for mean in means:
-                torch.testing.assert_close(mean, means[-1])
-            share = comm.reduce_scatter(x, "mean", algorithm="ring")
-            torch.testing.assert_close(share, means[-1][5 * rank : 5 * rank + 5])
-
-    cluster_of(ranks).run(compare)
+    rank, size = md.rank(), md.size()
+    x = (torch.arange(5 * 3 * size).view(5 * size, 3) % 7 + rank).to(dtype)
+    calls: dict[str, Callable[[str], torch.Tensor]] = {
+        "all_reduce": lambda name: comm.all_reduce(x.clone(), "max", algorithm=name),
+        "reduce_scatter": lambda name: comm.reduce_scatter(x, algorithm=name),
+        "all_gather": lambda name: comm.all_gather(x, algorithm=name),
+        "broadcast": lambda name: comm.broadcast(x.clone(), source=size - 1, algorithm=name),
+        "all_to_all": lambda name: comm.all_to_all(x, algorithm=name),
+    }
+    for operation, call in calls.items():
+        wanted = call("shared_memory")
+        for name in ALGORITHMS[operation]:
+            if name == "torch" and dtype == torch.int16:
+                continue  # gloo cannot send this dtype
+            with comm.ledger() as ledger:
+                exact(call(name), wanted)
+            assert ledger.calls[0].algorithm == name
+            if name in algorithms.ALGORITHMS[operation] and name != "hierarchical":
+                options = {"source": size - 1} if operation == "broadcast" else {}
+                elements = x.numel() * (size if operation == "all_gather" else 1)
+                steps = algorithms.schedule(operation, name, size, elements, **options).steps[rank]
+                assert ledger.bytes_on_wire == algorithms.bytes_sent(steps, x.element_size(), rank)
+    if dtype.is_floating_point:
+        means = [comm.all_reduce(x.clone(), "mean", algorithm=name) for name in ("ring", "tree", "torch")]
+        for mean in means:
+            torch.testing.assert_close(mean, means[-1])
+        share = comm.reduce_scatter(x, "mean", algorithm="ring")
+        torch.testing.assert_close(share, means[-1][5 * rank : 5 * rank + 5])
 
 
-def test_algorithms_run_in_the_background(cluster_of: Clusters) -> None:
-    def overlap() -> None:
-        parts = [torch.full((1000,), float(md.rank() + i)) for i in range(6)]
-        works = [
-            comm.all_reduce(part, algorithm=name, async_op=True)
-            for part, name in zip(parts, ["ring", "tree", "shared_memory"] * 2, strict=True)
-        ]
-        for i, each in reversed(list(enumerate(works))):
-            exact(each.wait(), torch.full((1000,), 3.0 * i + 3))
-
-    cluster_of(3).run(overlap)
+@on_ranks(3)
+def test_algorithms_run_in_the_background() -> None:
+    parts = [torch.full((1000,), float(md.rank() + i)) for i in range(6)]
+    works = [
+        comm.all_reduce(part, algorithm=name, async_op=True)
+        for part, name in zip(parts, ["ring", "tree", "shared_memory"] * 2, strict=True)
+    ]
+    for i, each in reversed(list(enumerate(works))):
+        exact(each.wait(), torch.full((1000,), 3.0 * i + 3))
 
 
-def test_using_reaches_what_names_no_algorithm(cluster_of: Clusters) -> None:
-    def names() -> list[str]:
-        x = torch.ones(4)
-        with comm.ledger() as ledger:
+@on_ranks(2)
+def test_using_reaches_what_names_no_algorithm() -> None:
+    x = torch.ones(4)
+    with comm.ledger() as ledger:
+        comm.all_reduce(x)
+        with comm.using("ring"):
             comm.all_reduce(x)
-            with comm.using("ring"):
+            comm.all_reduce(x, algorithm="torch")
+            with comm.using("naive"):
                 comm.all_reduce(x)
-                comm.all_reduce(x, algorithm="torch")
-                with comm.using("naive"):
-                    comm.all_reduce(x)
-                    comm.all_gather(x)
-                comm.all_to_all(x)
-            comm.all_reduce(x)
-        return [call.algorithm for call in ledger.calls]
-
+                comm.all_gather(x)
+            comm.all_to_all(x)
+        comm.all_reduce(x)
     wanted = ["shared_memory", "ring", "torch", "naive", "ring", "shared_memory", "shared_memory"]
-    assert cluster_of(2).run(names) == [wanted] * 2
+    assert [call.algorithm for call in ledger.calls] == wanted
 
 
 def test_unknown_names_are_told() -> None:

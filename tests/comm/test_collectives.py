@@ -22,6 +22,7 @@ from minidist.comm.transport.gloo_workarounds import tree_children
 from tests.comm.one_process import REDUCE, exact, expected, inputs
 from tests.conftest import Clusters
 from tests.helpers.clocks import until
+from tests.helpers.on_ranks import on_ranks
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -113,19 +114,16 @@ def test_an_asynchronous_barrier_waits_in_wait(cluster_of: Clusters, tmp_path: P
     assert cluster_of(2).run(meet) == [True, True]
 
 
-def test_a_first_call_may_be_asynchronous_on_some_ranks(cluster_of: Clusters) -> None:
+@on_ranks(2)
+def test_a_first_call_may_be_asynchronous_on_some_ranks() -> None:
     """All ranks choose the same algorithm, and nothing hangs."""
-
-    def first() -> tuple[str, float]:
-        group, x = dist.new_group([0, 1]), torch.ones(3)
-        with comm.ledger() as ledger:
-            if md.rank() == 0:
-                comm.all_reduce(x, group=group, async_op=True).wait()
-            else:
-                comm.all_reduce(x, group=group)
-        return ledger.calls[0].algorithm, float(x.sum())
-
-    assert cluster_of(2).run(first) == [("shared_memory", 6.0)] * 2
+    group, x = dist.new_group([0, 1]), torch.ones(3)
+    with comm.ledger() as ledger:
+        if md.rank() == 0:
+            comm.all_reduce(x, group=group, async_op=True).wait()
+        else:
+            comm.all_reduce(x, group=group)
+    assert (ledger.calls[0].algorithm, float(x.sum())) == ("shared_memory", 6.0)
 
 
 def test_groups_count_their_own_ranks(cluster_of: Clusters) -> None:
@@ -165,25 +163,18 @@ FORMULAS: dict[str, Callable[[int, int, int], float]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_ledger_counts_the_formula(cluster_of: Clusters, ranks: int, dtype: torch.dtype) -> None:
-    def count() -> dict[str, int]:
-        sizes = {}
-        for name, call in CALLS.items():
-            with comm.ledger() as ledger:
-                call(torch.ones(24, 5, dtype=dtype))
-            (entry,) = ledger.calls
-            by_torch = name in ("gather", "scatter") or md.size() == 1
-            assert (entry.name, entry.algorithm) == (name, "torch" if by_torch else "shared_memory")
-            assert entry.dtype == str(dtype).removeprefix("torch.")
-            assert entry.seconds >= entry.waited >= 0
-            sizes[name] = ledger.bytes_sent
-        return sizes
-
+@on_ranks(1, 2, 3, 4, dtype=(torch.float64, torch.bfloat16))
+def test_the_ledger_counts_the_formula(dtype: torch.dtype) -> None:
     size = 24 * 5 * dtype.itemsize
-    for rank, counted in enumerate(cluster_of(ranks).run(count)):
-        assert counted == {name: formula(ranks, size, rank) for name, formula in FORMULAS.items()}
+    for name, call in CALLS.items():
+        with comm.ledger() as ledger:
+            call(torch.ones(24, 5, dtype=dtype))
+        (entry,) = ledger.calls
+        by_torch = name in ("gather", "scatter") or md.size() == 1
+        assert (entry.name, entry.algorithm) == (name, "torch" if by_torch else "shared_memory")
+        assert entry.dtype == str(dtype).removeprefix("torch.")
+        assert entry.seconds >= entry.waited >= 0
+        assert ledger.bytes_sent == FORMULAS[name](md.size(), size, md.rank())
 
 
 @pytest.mark.parametrize(
@@ -199,36 +190,24 @@ def test_a_broadcast_tree_is_gloos(ranks: int, children: list[int]) -> None:
     assert [tree_children(place, ranks) for place in range(ranks)] == children
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_results_go_where_out_says(cluster_of: Clusters, ranks: int) -> None:
-    def fill() -> tuple[bool, torch.Tensor, bool, torch.Tensor]:
-        share, whole = torch.full((2,), -1.0), torch.full((2 * md.size(),), -1.0)
-        first = comm.reduce_scatter(torch.arange(2.0 * md.size()), out=share)
-        second = comm.all_gather(torch.arange(2.0), out=whole)
-        return first is share, share, second is whole, whole
-
-    for rank, (first, share, second, whole) in enumerate(cluster_of(ranks).run(fill)):
-        assert first
-        assert second
-        exact(share, (torch.arange(2.0) + 2 * rank) * ranks)
-        exact(whole, torch.arange(2.0).repeat(ranks))
+@on_ranks(1, 2)
+def test_results_go_where_out_says() -> None:
+    share, whole = torch.full((2,), -1.0), torch.full((2 * md.size(),), -1.0)
+    assert comm.reduce_scatter(torch.arange(2.0 * md.size()), out=share) is share
+    assert comm.all_gather(torch.arange(2.0), out=whole) is whole
+    exact(share, (torch.arange(2.0) + 2 * md.rank()) * md.size())
+    exact(whole, torch.arange(2.0).repeat(md.size()))
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_large_reduce_scatters_over_sockets_go_in_chunks(cluster_of: Clusters, op: str) -> None:
-    def scatter() -> torch.Tensor:
-        from minidist.comm.transport import gloo_workarounds
+@on_ranks(3, op=("sum", "mean", "max"))
+def test_large_reduce_scatters_over_sockets_go_in_chunks(op: str) -> None:
+    from minidist.comm.transport import gloo_workarounds
 
-        chunk, gloo_workarounds.CHUNK = gloo_workarounds.CHUNK, 64
-        try:
-            x = inputs(3, (18, 5), torch.float64, 3)[md.rank()]
-            return comm.reduce_scatter(x, op, algorithm="torch")
-        finally:
-            gloo_workarounds.CHUNK = chunk
-
-    reduced = REDUCE[op](inputs(3, (18, 5), torch.float64, 3))
-    for rank, share in enumerate(cluster_of(3).run(scatter)):
-        torch.testing.assert_close(share, reduced[6 * rank : 6 * rank + 6])
+    parts = inputs(3, (18, 5), torch.float64, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo_workarounds, "CHUNK", 64)
+        share = comm.reduce_scatter(parts[md.rank()], op, algorithm="torch")
+    torch.testing.assert_close(share, REDUCE[op](parts)[6 * md.rank() : 6 * md.rank() + 6])
 
 
 ON_THE_WIRE = {
@@ -273,20 +252,18 @@ def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters, name: str) 
     assert counted <= min(on_wire) <= most
 
 
-def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
-    def count() -> tuple[int, int, int, str]:
-        with comm.ledger() as outer:
+@on_ranks(2)
+def test_ledgers_nest_and_print() -> None:
+    with comm.ledger() as outer:
+        comm.all_reduce(torch.ones(4))
+        with comm.ledger() as inner:
             comm.all_reduce(torch.ones(4))
-            with comm.ledger() as inner:
-                comm.all_reduce(torch.ones(4))
-                comm.barrier()
-        comm.barrier()
-        return len(outer.calls), len(inner.calls), outer.bytes_sent, outer.table()
-
-    calls, inner, sent, table = cluster_of(2).run(count)[0]
-    assert (calls, inner, sent) == (3, 2, 32)
-    assert table.splitlines()[1].split()[:6] == ["all_reduce", "shared_memory", "float32", "2", "2", "32"]
-    assert table.splitlines()[-1].split()[:3] == ["total", "3", "32"]
+            comm.barrier()
+    comm.barrier()
+    assert (len(outer.calls), len(inner.calls), outer.bytes_sent) == (3, 2, 32)
+    _, first, *_, last = outer.table().splitlines()
+    assert first.split()[:6] == ["all_reduce", "shared_memory", "float32", "2", "2", "32"]
+    assert last.split()[:3] == ["total", "3", "32"]
 
 
 Calls = dict[str, Callable[[], object]]
@@ -330,16 +307,12 @@ WRONG_VALUES: Calls = {
 }
 
 
-@pytest.mark.parametrize(("error", "calls"), [(TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)])
-def test_wrong_arguments_are_told_in_a_sentence(
-    cluster_of: Clusters, error: type[Exception], calls: Calls
-) -> None:
-    def attempt() -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_told_in_a_sentence() -> None:
+    for error, calls in ((TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)):
         for text, call in calls.items():
             with pytest.raises(error, match=re.escape(text)):
                 call()
-
-    cluster_of(2).run(attempt)
 
 
 def test_a_call_that_a_rank_skips_ends_at_the_time_limit(tmp_path: Path) -> None:

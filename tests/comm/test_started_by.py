@@ -117,24 +117,20 @@ def test_sruns_ranks_meet_on_the_first_node(
     assert adopted()["MASTER_ADDR"] == address
 
 
-def test_a_missing_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    with pytest.raises(
-        ValueError, match=r"mpirun started rank 2 of 4, 2 of them on this machine, and MASTER_ADDR"
-    ):
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2", "mpirun started rank 2 of 4, 2 of them on this machine, and MAS"),
+        ("RANK", "0", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),  # what is set by hand leads
+        ("OMPI_COMM_WORLD_SIZE", "four", "OMPI_COMM_WORLD_SIZE is 'four'; it has to be a whole number"),
+    ],
+)
+def test_a_missing_or_wrong_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str
+) -> None:
+    set_all(monkeypatch, {**OPEN_MPI, name: value})
+    with pytest.raises(ValueError, match=text):
         md.init()
-
-
-def test_what_is_set_by_hand_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {**OPEN_MPI, "RANK": "0"})
-    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        md.init()
-
-
-def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"})
-    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is 'four'; it has to be a whole number"):
-        started_by.started()
 
 
 def test_ranks_of_a_launchers_rank_are_not_its_own() -> None:

@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=f"no two hosts here: {REASON}"),
 ]
 STEPS = 6
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def check(
@@ -78,8 +79,7 @@ def test_slurm(tmp_path: Path) -> None:
     """What srun was given, on both hosts, as srun does."""
     asked = slurm(tmp_path, words(tmp_path / "runs"), RANKS_PER_HOST="1")
     with TwoHosts() as hosts:
-        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        check(hosts, [asked, asked], [environment, environment])
+        check(hosts, [asked, asked], [OWN_STORE, OWN_STORE])
 
 
 def test_a_rank_that_dies_is_started_anew_with_the_others(tmp_path: Path) -> None:
@@ -96,8 +96,7 @@ def test_a_rank_that_dies_is_started_anew_with_the_others(tmp_path: Path) -> Non
         os.kill(rank, signal.SIGKILL)
 
     with TwoHosts() as hosts:
-        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        said = check(hosts, [asked, asked], [environment, environment], steps, kill)
+        said = check(hosts, [asked, asked], [OWN_STORE, OWN_STORE], steps, kill)
     assert "(exitcode: -9)" in said
 
 
@@ -149,16 +148,5 @@ def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason=f"it starts the ranks: {EXTRA}")
     config = ["--config_file", str(DEPLOY / "accelerate.yaml"), "--num_processes", "2"]
     with TwoHosts(("node0", "node1")) as hosts:
-        commands = [
-            [
-                "accelerate",
-                "launch",
-                *config,
-                "--machine_rank",
-                str(number),
-                "deploy/train.py",
-                *words(tmp_path),
-            ]
-            for number in range(2)
-        ]
-        check(hosts, commands, [{}, {}])
+        launch, program = ["accelerate", "launch", *config], ["deploy/train.py", *words(tmp_path)]
+        check(hosts, [[*launch, "--machine_rank", number, *program] for number in "01"], [{}, {}])

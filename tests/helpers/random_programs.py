@@ -23,6 +23,7 @@ from minidist.model import GPT, config
 from minidist.model.blocks import attend
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
+from tests.helpers.models import Chain
 
 VOCABULARY, WIDTH, LENGTH, DECAY = 7, 8, 4, 0.7
 IGNORED = -100
@@ -177,31 +178,24 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 SHAREABLE = {"linear", "feed", "experts", "scaled"}
 
 
-class Chain(nn.Module):
-    def __init__(self, program: Program, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        made: dict[str, nn.Module] = {}
-        layers: list[nn.Module] = [nn.Embedding(VOCABULARY, WIDTH, sparse=program.sparse)]
-        for kind in program.blocks:
-            inner = BLOCKS[kind]()
-            if program.tied and kind in SHAREABLE:
-                inner = made.setdefault(kind, inner)
-            layers.append(Residual(inner, nn.LayerNorm(WIDTH)))
-        layers.append(nn.Linear(WIDTH, VOCABULARY, bias=False))
-        if program.tied:
-            layers[-1].weight = layers[0].weight
-        self.layers = nn.ModuleList(layers).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def chain(program: Program, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    made: dict[str, nn.Module] = {}
+    layers: list[nn.Module] = [nn.Embedding(VOCABULARY, WIDTH, sparse=program.sparse)]
+    for kind in program.blocks:
+        inner = BLOCKS[kind]()
+        if program.tied and kind in SHAREABLE:
+            inner = made.setdefault(kind, inner)
+        layers.append(Residual(inner, nn.LayerNorm(WIDTH)))
+    layers.append(nn.Linear(WIDTH, VOCABULARY, bias=False))
+    if program.tied:
+        layers[-1].weight = layers[0].weight
+    return Chain(*layers).double()
 
 
 def model_of(program: Program, seed: int) -> nn.Module:
     if program.blocks[0] != "gpt":
-        return Chain(program, seed)
+        return chain(program, seed)
     shape = config(
         "byte-tiny",
         vocabulary=VOCABULARY,

@@ -16,6 +16,7 @@ from minidist.comm import algorithms
 from minidist.comm.algorithms import execute
 from tests.comm.one_process import REDUCE, exact, inputs
 from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 
 ALL = [(operation, name) for operation, names in algorithms.ALGORITHMS.items() for name in names]
 
@@ -39,16 +40,12 @@ def on_this_rank(operation: str, name: str, x: torch.Tensor, batches: bool) -> t
     return target[bounds[rank] : bounds[rank + 1]] if operation == "reduce_scatter" else target
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_steps_in_batches_give_the_same(cluster_of: Clusters, ranks: int) -> None:
+@on_ranks(1, 3, 4)
+def test_steps_in_batches_give_the_same() -> None:
     """As over NCCL, where the messages of a step are started together; here over gloo."""
-
-    def compare() -> None:
-        x = inputs(5, (41,), torch.float32, md.size())[md.rank()]
-        for operation, name in ALL:
-            exact(*(on_this_rank(operation, name, x, batches) for batches in (False, True)))
-
-    cluster_of(ranks).run(compare)
+    x = inputs(5, (41,), torch.float32, md.size())[md.rank()]
+    for operation, name in ALL:
+        exact(*(on_this_rank(operation, name, x, batches) for batches in (False, True)))
 
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS["all_reduce"]))
@@ -136,19 +133,17 @@ def test_wrong_arguments_are_told_in_a_sentence(source: torch.Tensor, target: to
         execute.execute([], source, target, op)
 
 
-@pytest.mark.parametrize("op", ["min", "max", "product"])
-def test_other_reductions_and_dtypes_equal_one_process(cluster_of: Clusters, op: str) -> None:
-    dtypes = torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16
-
-    def reduce() -> None:
-        for dtype in dtypes:
-            parts = inputs(5, (41,), dtype, md.size())
-            for generator in algorithms.ALGORITHMS["all_reduce"].values():
-                x = parts[md.rank()].clone()
-                execute.execute(generator(md.rank(), md.size(), len(x)), x, x, op)
-                exact(x, REDUCE[op](parts).to(dtype))
-
-    cluster_of(3).run(reduce)
+@on_ranks(
+    3,
+    op=("min", "max", "product"),
+    dtype=(torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16),
+)
+def test_other_reductions_and_dtypes_equal_one_process(op: str, dtype: torch.dtype) -> None:
+    parts = inputs(5, (41,), dtype, md.size())
+    for generator in algorithms.ALGORITHMS["all_reduce"].values():
+        x = parts[md.rank()].clone()
+        execute.execute(generator(md.rank(), md.size(), len(x)), x, x, op)
+        exact(x, REDUCE[op](parts).to(dtype))
 
 
 def test_cutting_grows_with_the_segments(monkeypatch: pytest.MonkeyPatch) -> None:

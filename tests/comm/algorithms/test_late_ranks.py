@@ -10,7 +10,9 @@ import importlib
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,43 +93,30 @@ class LateTransport:
                     self.blocked -= end.awaited
                 self.changed.notify_all()
 
-    def run(self, rank: int, function: Callable[[], object], errors: list[Exception]) -> None:
+    def run(self, rank: int, function: Callable[[], object]) -> None:
         self.here.rank = rank
         try:
             function()
-        except Exception as error:
-            errors.append(error)
-        with self.changed:
-            self.live -= 1
-            self.changed.notify_all()
+        finally:
+            with self.changed:
+                self.live -= 1
+                self.changed.notify_all()
 
 
 def run_late(
     one: CollectiveSchedule, buffers: list[torch.Tensor], segment: int, ahead: int, seed: int
 ) -> None:
     transport = LateTransport(one.ranks, seed)
-    errors: list[Exception] = []
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(one.ranks) as pool:
         patch.setattr(execute, "dist", transport)
         patch.setattr(execute, "AHEAD", ahead)
         patch.setattr(execute, "SEGMENT_BYTES", (8 * segment, 16 * segment))
-        threads = [
-            threading.Thread(
-                target=transport.run,
-                args=(
-                    rank,
-                    lambda rank=rank: execute.execute(one.steps[rank], buffers[rank], buffers[rank]),
-                    errors,
-                ),
-            )
-            for rank in range(one.ranks)
+        runs = [
+            pool.submit(transport.run, rank, partial(execute.execute, steps, buffers[rank], buffers[rank]))
+            for rank, steps in enumerate(one.steps)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(HANG)
-    if errors:
-        raise errors[0]
+        for each in as_completed(runs, HANG):
+            each.result()
 
 
 @st.composite

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
@@ -23,104 +23,87 @@ from minidist.comm.transport import mailbox
 from minidist.comm.transport.host import HOST_VARIABLE, this_process
 from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
+from tests.helpers.on_ranks import on_ranks
 
 SIZES = [0, 1, 7, 1000, 2**18 + 1, 2**20, 2**20 + 1]
 
 
-def on_each(cluster_of: Clusters, function: Any, ranks: int = 2) -> list[Any]:
-    return cluster_of(ranks).run(function)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64])
-def test_every_size_arrives(cluster_of: Clusters, dtype: torch.dtype) -> None:
-    def exchange() -> list[tuple[str, int]]:
-        other, taken = 1 - md.rank(), []
-        for size in SIZES:
-            x = (torch.arange(size) % 251 + md.rank()).to(dtype)
-            with comm.ledger() as ledger:
-                work = comm.send(x, other, async_op=True)
-                received = comm.recv(torch.empty(size, dtype=dtype), other)
-                work.wait()
-            assert torch.equal(received, (torch.arange(size) % 251 + other).to(dtype))
-            assert ledger.bytes_sent == x.numel() * x.element_size()
-            taken.append((ledger.calls[0].algorithm, ledger.bytes_on_wire))
-        return taken
-
-    for taken in on_each(cluster_of, exchange):
-        for size, (algorithm, on_wire) in zip(SIZES, taken, strict=True):
-            bytes_ = size * dtype.itemsize
-            assert (algorithm, on_wire) == (("shared_memory", 0) if bytes_ <= 2**22 else ("torch", bytes_))
-
-
-def test_tags_and_groups_are_apart_and_each_is_in_order(cluster_of: Clusters) -> None:
-    def exchange() -> None:
-        group, other = dist.new_group([0, 1]), 1 - md.rank()
-        lanes: list[tuple[int, Any]] = [(0, None), (1, None), (0, group), (1, group)]
-        for i in range(3):
-            for k, (tag, lane) in enumerate(lanes):
-                comm.send(torch.tensor([100.0 * md.rank() + 10 * k + i]), other, tag, lane)
-        ahead = [  # asked for before and after they arrive, and waited for in another order
-            [comm.recv(torch.empty(1), other, tag, lane, async_op=True) for _ in range(3)]
-            for tag, lane in reversed(lanes)
-        ]
-        for k, works in zip((3, 2, 1, 0), ahead, strict=True):
-            for i in (2, 0, 1):
-                assert works[i].wait().item() == 100 * other + 10 * k + i
-
-    on_each(cluster_of, exchange)
-
-
-def test_what_finds_no_room_goes_over_gloo_in_order(cluster_of: Clusters) -> None:
-    def exchange() -> tuple[int, int]:
-        other, count, size = 1 - md.rank(), 24, 2**18  # 24 MiB, where 16 fit
+@on_ranks(2, dtype=(torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64))
+def test_every_size_arrives(dtype: torch.dtype) -> None:
+    other = 1 - md.rank()
+    for size in SIZES:
+        x = (torch.arange(size) % 251 + md.rank()).to(dtype)
         with comm.ledger() as ledger:
-            works = [comm.send(torch.full((size,), float(i)), other, async_op=True) for i in range(count)]
-            large = comm.send(torch.full((2**21,), -1.0), other, async_op=True)  # by gloo, with the same tag
-        comm.barrier()
-        coming = comm.recv(torch.empty(2**21), other, async_op=True)
-        for i in range(count):
-            assert torch.equal(comm.recv(torch.empty(size), other), torch.full((size,), float(i)))
-        assert coming.wait()[0] == -1
-        for work in (*works, large):
+            work = comm.send(x, other, async_op=True)
+            received = comm.recv(torch.empty(size, dtype=dtype), other)
             work.wait()
-        x = comm.send(torch.ones(1), other, async_op=True)
-        assert comm.recv(torch.empty(1), other).item() == 1  # there is room again
-        x.wait()
-        return ledger.bytes_sent, ledger.bytes_on_wire
+        assert torch.equal(received, (torch.arange(size) % 251 + other).to(dtype))
+        assert ledger.bytes_sent == x.numel() * x.element_size()
+        over_gloo = x.nbytes > 2**22
+        assert ledger.calls[0].algorithm == ("torch" if over_gloo else "shared_memory")
+        assert ledger.bytes_on_wire == x.nbytes * over_gloo
 
-    assert on_each(cluster_of, exchange) == [(24 * 2**20 + 2**23, 8 * 2**20 + 2**23)] * 2
+
+@on_ranks(2)
+def test_tags_and_groups_are_apart_and_each_is_in_order() -> None:
+    group, other = dist.new_group([0, 1]), 1 - md.rank()
+    lanes: list[tuple[int, Any]] = [(0, None), (1, None), (0, group), (1, group)]
+    for i in range(3):
+        for k, (tag, lane) in enumerate(lanes):
+            comm.send(torch.tensor([100.0 * md.rank() + 10 * k + i]), other, tag, lane)
+    ahead = [  # asked for before and after they arrive, and waited for in another order
+        [comm.recv(torch.empty(1), other, tag, lane, async_op=True) for _ in range(3)]
+        for tag, lane in reversed(lanes)
+    ]
+    for k, works in zip((3, 2, 1, 0), ahead, strict=True):
+        for i in (2, 0, 1):
+            assert works[i].wait().item() == 100 * other + 10 * k + i
 
 
-def test_the_ring_of_bytes_goes_round(cluster_of: Clusters) -> None:
-    def exchange() -> int:
-        other = 1 - md.rank()
-        with comm.ledger() as ledger:
-            comm.send(torch.zeros(1), other)  # one message always stays, so the ring never begins anew
-            for i in range(60):
-                size = 2**18 + 17 * i
-                comm.send(torch.arange(size) + i, other, 1)
-                assert torch.equal(comm.recv(torch.empty(size).long(), other, 1), torch.arange(size) + i)
-                comm.send(torch.zeros(1), other)
-                comm.recv(torch.empty(1), other)
+@on_ranks(2)
+def test_what_finds_no_room_goes_over_gloo_in_order() -> None:
+    other, count, size = 1 - md.rank(), 24, 2**18  # 24 MiB, where 16 fit
+    with comm.ledger() as ledger:
+        works = [comm.send(torch.full((size,), float(i)), other, async_op=True) for i in range(count)]
+        large = comm.send(torch.full((2**21,), -1.0), other, async_op=True)  # by gloo, with the same tag
+    comm.barrier()
+    coming = comm.recv(torch.empty(2**21), other, async_op=True)
+    for i in range(count):
+        assert torch.equal(comm.recv(torch.empty(size), other), torch.full((size,), float(i)))
+    assert coming.wait()[0] == -1
+    for work in (*works, large):
+        work.wait()
+    x = comm.send(torch.ones(1), other, async_op=True)
+    assert comm.recv(torch.empty(1), other).item() == 1  # there is room again
+    x.wait()
+    assert (ledger.bytes_sent, ledger.bytes_on_wire) == (24 * 2**20 + 2**23, 8 * 2**20 + 2**23)
+
+
+@on_ranks(2)
+def test_the_ring_of_bytes_goes_round() -> None:
+    other = 1 - md.rank()
+    with comm.ledger() as ledger:
+        comm.send(torch.zeros(1), other)  # one message always stays, so the ring never begins anew
+        for i in range(60):
+            size = 2**18 + 17 * i
+            comm.send(torch.arange(size) + i, other, 1)
+            assert torch.equal(comm.recv(torch.empty(size).long(), other, 1), torch.arange(size) + i)
+            comm.send(torch.zeros(1), other)
             comm.recv(torch.empty(1), other)
-        return ledger.bytes_on_wire
+        comm.recv(torch.empty(1), other)
+    assert ledger.bytes_on_wire == 0
 
-    assert on_each(cluster_of, exchange) == [0, 0]
 
-
-def test_another_size_than_expected_is_named(cluster_of: Clusters) -> None:
-    def exchange() -> str:
-        other = 1 - md.rank()
-        comm.send(torch.ones(3), other)
-        with pytest.raises(md.CollectiveError) as error:
-            comm.recv(torch.empty(4), other)
-        comm.send(torch.ones(3), other)  # later messages still arrive
-        assert comm.recv(torch.empty(3), other).tolist() == [1, 1, 1]
-        return str(error.value)
-
-    for text in on_each(cluster_of, exchange):
-        assert "12 bytes, and 16 were expected" in text
-        assert "recv of float32[4]" in text
+@on_ranks(2)
+def test_another_size_than_expected_is_named() -> None:
+    other = 1 - md.rank()
+    comm.send(torch.ones(3), other)
+    with pytest.raises(md.CollectiveError) as error:
+        comm.recv(torch.empty(4), other)
+    comm.send(torch.ones(3), other)  # later messages still arrive
+    assert comm.recv(torch.empty(3), other).tolist() == [1, 1, 1]
+    assert "12 bytes, and 16 were expected" in str(error.value)
+    assert "recv of float32[4]" in str(error.value)
 
 
 @contextmanager
@@ -186,27 +169,22 @@ def test_what_cannot_use_a_mailbox_goes_over_gloo(
                 return exchanged()
 
     turn = time.monotonic_ns()
-    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2]), (of_rank_1, [0, 1, 2])]
+    assert cluster_of(2).run(exchange) == [(36, [0, 1, 2]), (of_rank_1, [0, 1, 2])]
 
 
-def test_threads_may_receive_at_once(cluster_of: Clusters) -> None:
-    def exchange() -> list[float]:
-        other, received = 1 - md.rank(), [0.0] * 4
+@on_ranks(2)
+def test_threads_may_receive_at_once() -> None:
+    other = 1 - md.rank()
 
-        def receive(tag: int) -> None:
-            received[tag] = sum(comm.recv(torch.empty(1), other, tag).item() for _ in range(20))
+    def receive(tag: int) -> float:
+        return sum(comm.recv(torch.empty(1), other, tag).item() for _ in range(20))
 
-        threads = [threading.Thread(target=receive, args=(tag,)) for tag in range(4)]
-        for thread in threads:
-            thread.start()
+    with ThreadPoolExecutor(4) as pool:
+        received = pool.map(receive, range(4))
         for i in range(20):
             for tag in range(4):
                 comm.send(torch.tensor([float(tag * i)]), other, tag)
-        for thread in threads:
-            thread.join(HANG)
-        return received
-
-    assert on_each(cluster_of, exchange) == [[0.0, 190.0, 380.0, 570.0]] * 2
+    assert [*received] == [0.0, 190.0, 380.0, 570.0]
 
 
 def test_a_receiver_learns_that_its_sender_has_ended() -> None:
@@ -250,35 +228,29 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     sender.close()
 
 
-def test_a_failure_comes_after_what_was_sent_and_only_to_its_key(cluster_of: Clusters) -> None:
-    def exchange() -> list[str]:
-        other, told = 1 - md.rank(), []
-        ahead = [comm.recv(torch.empty(1), other, 5, async_op=True) for _ in range(2)]
-        comm.send(torch.ones(1), other, 5)
-        for tag in (5, 6):
-            messages.tell_failure(other, tag)
-        comm.send(torch.full((1,), 7.0), other, 7)
-        assert ahead[0].wait().item() == 1
-        for wait in (ahead[1].wait, lambda: comm.recv(torch.empty(3, 2), other, 6)):
-            with pytest.raises(md.CollectiveError) as caught:
-                wait()
-            told.append(str(caught.value))
-        assert comm.recv(torch.empty(1), other, 7).item() == 7
-        comm.send(torch.full((1,), 8.0), other, 5)  # a failure ends one receive
-        assert comm.recv(torch.empty(1), other, 5).item() == 8
-        return told
-
-    for rank, told in enumerate(on_each(cluster_of, exchange)):
-        for text in told:
-            assert text.startswith("recv of float32[")
-            assert f"rank {1 - rank} failed, and this belongs to what it did; its own error says why" in text
+@on_ranks(2)
+def test_a_failure_comes_after_what_was_sent_and_only_to_its_key() -> None:
+    other = 1 - md.rank()
+    says = (
+        rf"^recv of float32\[.*rank {other} failed, and this belongs to what it did; its own error says why"
+    )
+    ahead = [comm.recv(torch.empty(1), other, 5, async_op=True) for _ in range(2)]
+    comm.send(torch.ones(1), other, 5)
+    for tag in (5, 6):
+        messages.tell_failure(other, tag)
+    comm.send(torch.full((1,), 7.0), other, 7)
+    assert ahead[0].wait().item() == 1
+    for wait in (ahead[1].wait, lambda: comm.recv(torch.empty(3, 2), other, 6)):
+        with pytest.raises(md.CollectiveError, match=says):
+            wait()
+    assert comm.recv(torch.empty(1), other, 7).item() == 7
+    comm.send(torch.full((1,), 8.0), other, 5)  # a failure ends one receive
+    assert comm.recv(torch.empty(1), other, 5).item() == 8
 
 
-def test_a_receive_that_is_given_up_takes_nothing(cluster_of: Clusters) -> None:
-    def exchange() -> float:
-        other = 1 - md.rank()
-        comm.recv(torch.empty(1), other, async_op=True).forget()
-        comm.send(torch.full((1,), 3.0), other)
-        return float(comm.recv(torch.empty(1), other))
-
-    assert on_each(cluster_of, exchange) == [3.0, 3.0]
+@on_ranks(2)
+def test_a_receive_that_is_given_up_takes_nothing() -> None:
+    other = 1 - md.rank()
+    comm.recv(torch.empty(1), other, async_op=True).forget()
+    comm.send(torch.full((1,), 3.0), other)
+    assert comm.recv(torch.empty(1), other) == 3

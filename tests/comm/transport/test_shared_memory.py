@@ -15,76 +15,62 @@ from minidist import comm
 from minidist.comm import work
 from minidist.comm.transport import host, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
-from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("shared", [True, False])
-def test_large_tensors(cluster_of: Clusters, ranks: int, shared: bool) -> None:
+@on_ranks(2, 3, shared=(True, False))
+def test_large_tensors(shared: bool) -> None:
     """Three chunks and a bit, with buffers of the real size. All ranks get the same bits."""
-
-    def reduce() -> torch.Tensor:
-        generator = torch.Generator().manual_seed(md.rank())
-        x = torch.rand(3 * 2**18 + 5, generator=generator)
-        if shared:
-            x = comm.empty_shared(x.shape).copy_(x)
-        return comm.all_reduce(x).clone()
-
-    first, *others = cluster_of(ranks).run(reduce)
-    parts = [torch.rand(len(first), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    length = 3 * 2**18 + 5
+    parts = [torch.rand(length, generator=torch.Generator().manual_seed(r)) for r in range(md.size())]
     wanted = parts[0]
     for part in parts[1:]:
         wanted = wanted + part  # in the same order, so the same bits
-    exact(first, wanted)
-    for other in others:
-        exact(other, first)
+    x = parts[md.rank()]
+    if shared:
+        x = comm.empty_shared(x.shape).copy_(x)
+    exact(comm.all_reduce(x), wanted)
 
 
-def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
-    def overlap() -> tuple[float, float, float]:
-        x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
-        comm.barrier()  # makes the memory
-        with comm.ledger() as ledger:
-            begun = time.perf_counter()
-            works = [comm.all_reduce(part, async_op=True) for part in x]
-            last = comm.all_reduce(torch.ones(3), "max")  # after those that are under way
-            while not all(work.done() for work in works):
-                time.sleep(0.001)
-            complete = time.perf_counter() - begun
-            time.sleep(0.1)
-            for i, work in enumerate(works):
-                exact(work.wait(), torch.full((1000,), 2.0 * i + 1))
-        exact(last, torch.ones(3))
-        return complete, ledger.comm_overlap, max(call.seconds for call in ledger.calls)
-
-    for complete, hidden, longest in cluster_of(2).run(overlap):
-        assert 0 < hidden < 1
-        assert longest <= complete  # the thread says when a call was complete, not when somebody asked
+@on_ranks(2)
+def test_asynchronous_calls_run_in_order_while_the_rank_computes() -> None:
+    x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
+    comm.barrier()  # makes the memory
+    with comm.ledger() as ledger:
+        begun = time.perf_counter()
+        works = [comm.all_reduce(part, async_op=True) for part in x]
+        last = comm.all_reduce(torch.ones(3), "max")  # after those that are under way
+        while not all(work.done() for work in works):
+            time.sleep(0.001)
+        complete = time.perf_counter() - begun
+        time.sleep(0.1)
+        for i, work in enumerate(works):
+            exact(work.wait(), torch.full((1000,), 2.0 * i + 1))
+    exact(last, torch.ones(3))
+    assert 0 < ledger.comm_overlap < 1
+    # The thread says when a call was complete, not when somebody asked.
+    assert max(call.seconds for call in ledger.calls) <= complete
 
 
-def test_memory_goes_with_the_last_tensor(cluster_of: Clusters) -> None:
-    def grow() -> tuple[int, int, int]:
-        def mapped() -> int:
-            lines = Path("/proc/self/maps").read_text().splitlines()
-            return sum("memfd:minidist" in line for line in lines)
+@on_ranks(2)
+def test_memory_goes_with_the_last_tensor() -> None:
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum("memfd:minidist" in line for line in lines)
 
-        comm.barrier()
-        before = mapped()
-        x = comm.empty_shared((1000,))
-        part = x[3:5]
-        during = mapped()
-        del x
-        assert mapped() == during
-        part += 1
-        del part
-        return before, during, mapped()
-
-    for before, during, after in cluster_of(2).run(grow):
-        assert during == before + 1
-        assert after == before
+    comm.barrier()
+    before = mapped()
+    x = comm.empty_shared((1000,))
+    part = x[3:5]
+    assert mapped() == before + 1
+    del x
+    assert mapped() == before + 1
+    part += 1
+    del part
+    assert mapped() == before
 
 
 def test_nothing_has_a_name_that_could_be_left_behind() -> None:
@@ -187,21 +173,18 @@ def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: l
         assert {sizes[9] for sizes in results} == {(24 * 8 + 12 * 8, 12 * 8)}
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
-    def evaluate() -> list[float]:
-        work.forget_groups()  # so that the staging buffers are made here
-        comm.barrier()
-        totals = []
-        with torch.inference_mode():
-            inside, outside = torch.ones(1), torch.ones(1)
-            totals.append(comm.all_reduce(inside, algorithm=algorithm).clone())
-            totals.append(comm.all_reduce(inside, algorithm=algorithm, async_op=True).wait())
-        totals.append(comm.all_reduce(outside, algorithm=algorithm))
-        totals.append(comm.all_reduce(torch.ones(1), algorithm=algorithm))
-        return [float(total) for total in totals]
-
-    assert cluster_of(2).run(evaluate) == [[2.0, 4.0, 2.0, 2.0]] * 2
+@on_ranks(2, algorithm=("auto", "ring"))
+def test_tensors_made_in_inference_mode(algorithm: str) -> None:
+    work.forget_groups()  # so that the staging buffers are made here
+    comm.barrier()
+    totals = []
+    with torch.inference_mode():
+        inside, outside = torch.ones(1), torch.ones(1)
+        totals.append(comm.all_reduce(inside, algorithm=algorithm).clone())
+        totals.append(comm.all_reduce(inside, algorithm=algorithm, async_op=True).wait())
+    totals.append(comm.all_reduce(outside, algorithm=algorithm))
+    totals.append(comm.all_reduce(torch.ones(1), algorithm=algorithm))
+    assert totals == [2.0, 4.0, 2.0, 2.0]
 
 
 def test_hierarchical_and_others_at_once() -> None:
@@ -235,12 +218,10 @@ def test_a_peer_may_end_once_it_has_come() -> None:
     assert not late, "it was looked at"
 
 
-def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cluster_of: Clusters) -> None:
-    def spins(cores: int) -> int:
-        group = md.comm.Mesh(dp=2, tp=2).group("tp")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
-            return shared_memory.SharedMemory(group, 30.0).process_barrier.spins
-
-    assert cluster_of(4).run(spins, 3) == [0] * 4
-    assert cluster_of(4).run(spins, 4) == [host.SPINS] * 4
+@on_ranks(4, cores=(3, 4))
+def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cores: int) -> None:
+    group = md.comm.Mesh(dp=2, tp=2).group("tp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+        spins = shared_memory.SharedMemory(group, 30.0).process_barrier.spins
+    assert spins == (host.SPINS if cores == 4 else 0)
