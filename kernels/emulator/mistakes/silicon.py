@@ -96,9 +96,8 @@ def tally(product: Callable[[], Any], expected: Any, runs: int, wait: Callable[[
         try:
             c = product()
             wait()
-            differs = (c != expected).sum().item() / max(
-                expected.numel(), 1
-            )  # of NaN, which nobody wrote, too
+            # An element that nobody wrote is NaN, and so differs too.
+            differs = (c != expected).sum().item() / max(expected.numel(), 1)
         except Exception as error:  # of the driver, of torch, of the emulator: each has a class of its own
             said = re.sub(r"\S*/", "", f"{type(error).__name__}: {error}")  # without folders
             return Tally(run, wrong + 1, elements, 0.0, said[:120])
