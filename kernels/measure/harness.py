@@ -1,4 +1,4 @@
-"""What every test and benchmark of a product needs: inputs, a reference, an error bound, work and timing.
+"""Inputs, a reference, an error bound, work and timing: every test and benchmark of a product needs them.
 
 The bound holds for any order of summation, with fused multiply-adds or without: Higham, Accuracy and
 Stability of Numerical Algorithms, 2nd edition, equation (3.13): |computed - exact| <= gamma_k |a||b|, element

@@ -21,7 +21,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            # What the ranks exchange lies in shared memory, which cannot be resized.
+            # The ranks exchange tensors in shared memory, which cannot be resized.
             if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.untyped_storage().resizable():
                 self.largest = max(self.largest, tensor.numel())
                 reference = StorageWeakRef(tensor.untyped_storage())

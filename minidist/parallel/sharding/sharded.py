@@ -61,7 +61,7 @@ class Sharded(StateByName):
 
     @abstractmethod
     def resident(self) -> list[Tensor]:
-        """What this rank has of the parameters now."""
+        """The tensors that hold parameters on this rank now."""
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""

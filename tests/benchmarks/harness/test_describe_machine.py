@@ -1,4 +1,4 @@
-"""What a machine is: names that make files, what tells it from others, and nothing that says whose it is."""
+"""Describe a machine: names for files, and what tells it from others, but nothing that says whose it is."""
 
 import json
 import platform

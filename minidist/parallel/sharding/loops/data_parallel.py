@@ -122,7 +122,7 @@ class DataParallel(nn.Module):
             raise ValueError(
                 f"rows is {rows:g}, and over all ranks {total:g}; give each rank's number of rows"
             )
-        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
+        # Compression keeps back parts of sums over rows, and the next step's gradients are such sums again.
         self.shared.rescale(over.ranks / total, kept=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
