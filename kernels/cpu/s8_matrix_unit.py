@@ -16,8 +16,8 @@ other modes is not finite, rung 6's loops compute the product again.
 Measured: on one core of a busy Zen 5, in turns, with packing, rung 6 takes 1.8 to 2 times as long as "bf16"
 at 512, 1024 and 2048, and torch's product of bf16 tensors 0.97 to 1.05 times as long as ours. That is 0.85
 of what VDPBF16PS alone reaches, 566 GFLOP/s. "bf16x3" takes 1.5 times as long as rung 6 and "bf16x6" 3
-times: with pairs three products cost more than one of float32. A tile does 16 times the work of a vector;
-no AMX was at hand, so its loops ran on the model of the tiles alone.
+times: with pairs three products cost more than one of float32. A tile does 16 times the work of a vector, and
+then the second cache limits the loop: see docs/measurements.md.
 
 Source: Intel, Architecture Instruction Set Extensions Programming Reference, VDPBF16PS and chapter 3 (AMX).
 """

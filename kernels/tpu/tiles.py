@@ -2,10 +2,10 @@
 
 `TileUnit` executes the instructions that `kernels/cpu/support/tile_registers.py` issues, one method for
 each, on memory that it is given. It refuses what the CPU refuses (a signal there is an error with a
-sentence here), and it counts loads, prefetches, stores, products and cycles. So the loop of rung 8 runs where
+sentence here), and it counts loads, stores, products and cycles. So the loop of rung 8 runs where
 there is no unit.
 
-A load or a prefetch keeps its port busy for 8 cycles, a product the unit for 16. A loaded tile can be used
+A load keeps its port busy for 8 cycles, a product the unit for 16. A loaded tile can be used
 after 20 cycles, a sum after 52: with one tile of sums a product takes 52 cycles, with four under way 16. The
 CPU runs ahead of what waits, and renames tiles, so a load waits for its port alone.
 
@@ -33,7 +33,7 @@ class TileUnit:
 
     def __init__(self, memory: Sequence[Array], permission: bool = True) -> None:
         self.memory, self.permission = memory, permission
-        self.loads = self.prefetches = self.stores = self.products = 0
+        self.loads = self.stores = self.products = 0
         self._sizes: list[tuple[int, int]] = []  # (rows, bytes a row) of each tile; none: not configured
         self._tiles = [np.zeros((ROWS, ROW_BYTES), np.uint8) for _ in range(TILES)]
         self._ready = [0] * TILES  # the cycle in which each tile can be used
@@ -81,11 +81,6 @@ class TileUnit:
         self._tiles[tile] = loaded
         self.loads += 1
         self._port, self._ready[tile] = self._port + LOAD, self._port + LOADED
-
-    def prefetch(self, address: int, stride: int) -> None:
-        """Ask for a tile's rows ahead of a load; an address outside the memory is no mistake."""
-        self.prefetches += 1
-        self._port += LOAD
 
     def store(self, tile: int, address: int, stride: int) -> None:
         """Write a tile's rows to memory."""

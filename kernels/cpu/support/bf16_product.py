@@ -18,19 +18,22 @@ from . import atomic, bf16_packing, board, packed_product, register_tile
 from .bf16_instructions import AMX, matrix_unit
 
 COLUMNS = 32  # of a tile of out: two vectors, or two tiles side by side
+# Words of a row of packed a at most, and from a row to the next: not a power of two, as in rung 6. Pairs
+# halve the steps, so a row may be longer than there: 2048 numbers are one block of the depth, and out is not
+# read again.
+DEPTH, PITCH = 1024, 1040
 STRIP = 16  # pairs of rows of b that are packed at a time over several panels
+# GRAIN is what the words of a row are a multiple of, ROWS those of a tile, and AT_ONCE the bytes of packed b
+# that are used before the next ones. With vectors that is one panel, which stays in the first cache while
+# all tiles of a pass by. AMX's is too large for that cache, and out would be written to other pages with each
+# tile; so b's panels pass by a tile of a, as many as fit half of the second cache.
 if matrix_unit() == AMX:
     from . import tile_registers
     from .tile_registers import add_products, begin_tiles, end_tiles
 
-    DEPTH, GRAIN, ROWS = tile_registers.DEPTH, tile_registers.GRAIN, tile_registers.ROWS
-    PITCH = tile_registers.PITCH // 4
+    GRAIN, ROWS, AT_ONCE = tile_registers.SIDE, tile_registers.ROWS, 2**20
 else:
-    # Words of a row of packed a at most, what their number is a multiple of, and the rows of a tile. Pairs
-    # halve the steps, so a row may be longer than in rung 6: 2048 numbers are one block of the depth, and out
-    # is not read again. PITCH is the words from a row to the next: not a power of two, as in rung 6.
-    DEPTH, GRAIN, ROWS = 1024, 1, register_tile.ROWS
-    PITCH = 1040
+    GRAIN, ROWS, AT_ONCE = 1, register_tile.ROWS, 0
 
     @njit
     def begin_tiles() -> None:
@@ -166,26 +169,30 @@ def multiply(
             bf16_packing.pack(x, packed_a, PITCH, 1, parts, 4 * a_part, depth, own)
         block_of_a = x[0] if in_place else packed_a
         block = packed_b + 4 * parts * p0 * panels * COLUMNS
-        for j in range(j0, j1, COLUMNS):
-            width = min(COLUMNS, n - j)
+        wide = max(1, AT_ONCE // (4 * COLUMNS * depth * parts)) * COLUMNS
+        for first in range(j0, j1, wide):
             for t in range(tiles):
                 i = t * height(m) // tiles
                 rows = min(m, (t + 1) * height(m) // tiles) - i
-                whole = out.strides[1] == 4 and width == COLUMNS and (GRAIN == 1 or rows == ROWS)
-                sums, pitch = board.address(out) + i * out.strides[0] + 4 * j, out.strides[0] // 4
-                if once:
-                    sums, pitch = own, COLUMNS
-                direct = whole or once
-                c, c_pitch, add = (sums, pitch, d) if direct else (own, COLUMNS, 0)
-                a_rows, panel = block_of_a + 4 * i * a_pitch, block + 4 * j * depth
-                b_part = depth * panels * COLUMNS
-                add_products((rows, depth, a_pitch), parts, a_rows, a_part, panel, b_part, c, c_pitch, add)
-                if not direct:
-                    tile = board.elements(own, np.float32)
-                    packed_product.put(tile, COLUMNS, out[i : i + rows, j : j + width], d)
-                if rounded[0] and d == blocks - 1:
-                    target = rounded[0] + (i0 + i) * rounded[1] + j * rounded[2]
-                    bf16_packing.put_rounded(sums, pitch, (rows, width), target, rounded[1], rounded[2])
+                a_rows = block_of_a + 4 * i * a_pitch
+                for j in range(first, min(first + wide, j1), COLUMNS):
+                    width = min(COLUMNS, n - j)
+                    whole = out.strides[1] == 4 and width == COLUMNS and (GRAIN == 1 or rows == ROWS)
+                    sums, pitch = board.address(out) + i * out.strides[0] + 4 * j, out.strides[0] // 4
+                    if once:
+                        sums, pitch = own, COLUMNS
+                    direct = whole or once
+                    c, c_pitch, add = (sums, pitch, d) if direct else (own, COLUMNS, 0)
+                    panel, b_part = block + 4 * j * depth, depth * panels * COLUMNS
+                    add_products(
+                        (rows, depth, a_pitch), parts, a_rows, a_part, panel, b_part, c, c_pitch, add
+                    )
+                    if not direct:
+                        tile = board.elements(own, np.float32)
+                        packed_product.put(tile, COLUMNS, out[i : i + rows, j : j + width], d)
+                    if rounded[0] and d == blocks - 1:
+                        target = rounded[0] + (i0 + i) * rounded[1] + j * rounded[2]
+                        bf16_packing.put_rounded(sums, pitch, (rows, width), target, rounded[1], rounded[2])
     end_tiles()
 
 

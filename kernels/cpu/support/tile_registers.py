@@ -20,14 +20,12 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from . import register_tile, vector_instructions
 from .vector_instructions import BYTES, VOID, Emitter, Value, call, emitted
 
 SIDE = 16  # rows of a tile, and words in a row
-ROWS, GRAIN = 2 * SIDE, SIDE  # rows of out in the loop, and the words of depth that it takes at a time
-DEPTH = 256  # words of a row of packed a at most
-AHEAD = 2 * 4 * SIDE  # bytes along a row: a tile of a is asked for two steps, 128 cycles, before it is loaded
-PITCH, WIDTH = 4 * register_tile.PITCH, 4 * 2 * SIDE  # bytes from row to row of packed a, and of packed b
+ROWS = 2 * SIDE  # of out in the loop
+NEAR = 4 * SIDE  # words of depth of which all parts are multiplied, while they are in the first cache
+WIDTH = 4 * 2 * SIDE  # bytes from row to row of packed b
 BYTE = ir.IntType(8)
 
 
@@ -66,19 +64,6 @@ def begin_tiles(at: Emitter) -> None:
     call(at.builder, "x86.ldtilecfg", VOID, [there])
 
 
-@emitted(types.void, types.intp)
-def _prefetch(at: Emitter, address: Value) -> None:
-    """Ask for a cache line."""
-    vector_instructions.prefetch(at.builder, at.builder.inttoptr(address, BYTES), to_write=False)
-
-
-@njit(boundscheck=False)
-def prefetch(address: int, stride: int) -> None:
-    """Ask for the rows of a tile."""
-    for row in range(SIDE):
-        _prefetch(address + row * stride)
-
-
 # Linux saves 8 KiB more for a thread between these two: whoever begins also ends.
 end_tiles = _on_tiles("tilerelease")
 zero0, zero1, zero2, zero3 = (_on_tiles("tilezero", tile) for tile in range(4))
@@ -97,11 +82,12 @@ def add_products(
 ) -> None:
     """c = a b for four tiles of c, or c += a b: the products of `parts` parts of a and b, the least first.
 
-    a, b and c are addresses; shape is (rows, depth in words), of which all 32 rows are read and written.
-    a_part and b_part are words from a part to the next, c_pitch from a row to the next.
+    a, b and c are addresses; shape is (rows, depth in words, words from a row of a to the next), and all 32
+    rows are read and written. a_part and b_part are words from a part to the next, c_pitch from a row to the
+    next.
     """
     right, stride = c + 4 * SIDE, 4 * c_pitch
-    down = SIDE * stride
+    down, pitch = SIDE * stride, 4 * shape[2]
     if add:
         load0(c, stride)
         load1(right, stride)
@@ -112,21 +98,21 @@ def add_products(
         zero1()
         zero2()
         zero3()
-    for level in range(parts - 1, -1, -1):
-        for x in range(level + 1):
-            for p in range(0, shape[1], SIDE):
-                a_tile = a + 4 * (x * a_part + p)
-                b_tile = b + 4 * (level - x) * b_part + WIDTH * p
-                load4(a_tile, PITCH)
-                load6(b_tile, WIDTH)
-                add0()
-                load7(b_tile + 4 * SIDE, WIDTH)
-                add1()
-                prefetch(a_tile + AHEAD, PITCH)
-                load5(a_tile + SIDE * PITCH, PITCH)
-                add2()
-                add3()
-                prefetch(a_tile + SIDE * PITCH + AHEAD, PITCH)
+    for first in range(0, shape[1], NEAR):
+        last = min(first + NEAR, shape[1])
+        for level in range(parts - 1, -1, -1):
+            for x in range(level + 1):
+                for p in range(first, last, SIDE):
+                    a_tile = a + 4 * (x * a_part + p)
+                    b_tile = b + 4 * (level - x) * b_part + WIDTH * p
+                    load4(a_tile, pitch)
+                    load6(b_tile, WIDTH)
+                    add0()
+                    load7(b_tile + 4 * SIDE, WIDTH)
+                    add1()
+                    load5(a_tile + SIDE * pitch, pitch)
+                    add2()
+                    add3()
     store0(c, stride)
     store1(right, stride)
     store2(c + down, stride)
