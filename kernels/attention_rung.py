@@ -22,7 +22,7 @@ BACKWARD = {"cpu": "s7_backward", "cuda": "s5_backward"}  # the rung of each lad
 
 @dataclass(frozen=True)
 class AttentionRung(Step):
-    """One step of a ladder of attention; a rung's file ends with `RUNG = AttentionRung(...)`.
+    """One step of a ladder of attention; its file ends in `RUNG = AttentionRung.of_file(...)`.
 
     `compute(q, k, v, out, logs, heads, causal)` overwrites out and logs (heads x queries, 1). It is called
     with sizes >= 1, and arrays in C order that share no memory.

@@ -1,6 +1,6 @@
 """A rung of the CUDA ladder: takes NumPy arrays or torch tensors, and gives its kernels matrices.
 
-    RUNG = CudaRung(number=2, name="s2_...", device="cuda", idea="...", dtypes=("float32",), compute=compute)
+    RUNG = CudaRung.of_file(__name__, idea="...", dtypes=("float32",), compute=compute)
 
 `compute(a, b, c)` gets three `Matrix` objects in the memory of the back end, and enqueues its kernels. What
 all rungs need is here: checks, sizes of 0, strides that kernels don't take, copies to a GPU and back.

@@ -1,7 +1,6 @@
 """A rung of the CUDA ladder of attention: takes NumPy arrays or torch tensors, and gives kernels matrices.
 
-    RUNG = CudaAttentionRung(number=2, name="s2_...", device="cuda", idea="...", dtypes=("float32",),
-                             compute=compute)
+    RUNG = CudaAttentionRung.of_file(__name__, idea="...", dtypes=("float32",), compute=compute)
 
 `compute(q, k, v, out, logs, heads, causal)` and `gradients(q, k, v, out, logs, d_out, dq, dk, dv, heads,
 causal)` get `Matrix` objects in the memory of the back end, (heads x positions, width) with a column stride
