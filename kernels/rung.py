@@ -201,6 +201,12 @@ class Rung(Step):
         return False
 
 
+@functools.cache  # making the name takes a microsecond
+def dtype_name(dtype: Any) -> str:
+    """Return the name of NumPy's or torch's dtype, such as "float32"; ">f4" for a byte-swapped one."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_matrix(name: str, x: Any) -> None:
     """Raise TypeError unless x is a NumPy array, and ValueError unless it has two dimensions."""
     if not isinstance(x, np.ndarray):
