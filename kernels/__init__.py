@@ -31,10 +31,10 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from . import cpu, cuda
-from .rung import Rung, Step
+from .rung import Rung, Step, StepT
 
 if TYPE_CHECKING:
     from .attention_rung import AttentionRung
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     """The seven rungs of attention on a CPU: from the definition to a backward pass on all cores."""
 
 __all__ = ["ATTENTION_LADDER", "CPU_LADDER", "CUDA_ATTENTION_LADDER", "CUDA_LADDER", "Rung", "rung"]
-
-StepT = TypeVar("StepT", bound=Step)
 
 
 def __getattr__(name: str) -> Any:

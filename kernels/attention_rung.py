@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from .rung import Array, Step
+from .rung import Array, Step, dtype_name
 
 BACKWARD = {"cpu": "s7_backward", "cuda": "s5_backward"}  # the rung of each ladder that has a backward pass
 
 
 @dataclass(frozen=True)
 class AttentionRung(Step):
-    """One step of a ladder of attention; a rung's file ends with `RUNG = AttentionRung(...)`.
+    """One step of a ladder of attention; its file ends in `RUNG = AttentionRung.of_file(...)`.
 
     `compute(q, k, v, out, logs, heads, causal)` overwrites out and logs (heads x queries, 1). It is called
     with sizes >= 1, and arrays in C order that share no memory.
@@ -87,9 +87,9 @@ class AttentionRung(Step):
             if not isinstance(x, kind):
                 raise TypeError(f"{name} is a {type(x).__name__}, not {wanted}")
             takes = (logs_dtype(q),) if name == "logs" else self.dtypes
-            if dtype_name(x) not in takes or (name != "logs" and x.dtype != q.dtype):
+            if dtype_name(x.dtype) not in takes or (name != "logs" and x.dtype != q.dtype):
                 raise TypeError(
-                    f"{name} is {dtype_name(x)}: rung {self.name} takes {' or '.join(takes)}, "
+                    f"{name} is {dtype_name(x.dtype)}: rung {self.name} takes {' or '.join(takes)}, "
                     f"so convert it with {conversion.format(takes[-1])}"
                 )
             if name == "logs":
@@ -107,14 +107,9 @@ class AttentionRung(Step):
             raise ValueError(f"q is {q.shape} and k is {k.shape}: a causal query needs a key of its own")
 
 
-def dtype_name(x: Any) -> str:
-    """Return the name of an array's or a tensor's dtype, ">f4" for a byte-swapped one."""
-    return str(x.dtype).removeprefix("torch.")
-
-
 def logs_dtype(q: Any) -> str:
     """Return the name of the dtype of logs, and of all sums: float32 for elements of 16 bits."""
-    return "float32" if q.dtype.itemsize == 2 else dtype_name(q)
+    return "float32" if q.dtype.itemsize == 2 else dtype_name(q.dtype)
 
 
 def as_rows(x: Array) -> Array:

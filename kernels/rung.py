@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 Array: TypeAlias = "NDArray[Any]"
+StepT = TypeVar("StepT", bound="Step")
 OperandT = TypeVar("OperandT")  # a NumPy array; CUDA rungs also take torch tensors
 Compute = Callable[[Any, Any, Any], None]  # compute(a, b, out): arrays, or a CUDA rung's matrices
 
@@ -97,6 +99,15 @@ class Step:
         if self.cores not in ("one", "all"):
             raise ValueError(f"cores is {self.cores!r}: a rung uses 'one' or 'all'")
 
+    @classmethod
+    def of_file(cls: type[StepT], module: str, **fields: Any) -> StepT:
+        """Return the rung of a ladder's file, called with `__name__`: it says number, name and device."""
+        found = re.search(r"s(\d+)_\w+$", module)
+        if found is None:
+            raise ValueError(f"module is {module!r}: call a rung's file s<number>_<name>.py")
+        device: Literal["cpu", "cuda"] = "cuda" if ".cuda." in module else "cpu"
+        return cls(number=int(found[1]), name=found[0], device=device, **fields)
+
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:
         """`dtypes` as NumPy objects. Names do not suffice: a byte-swapped float64 is named "float64" too."""
@@ -105,7 +116,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Rung(Step):
-    """One step of a ladder of matrix multiplications; a rung's file ends with `RUNG = Rung(...)`.
+    """One step of a ladder of matrix multiplications; a rung's file ends in `RUNG = Rung.of_file(...)`.
 
     `compute` overwrites `out`. It is called with m, n and k >= 1, aligned arrays of any strides, and an `out`
     that shares no memory with a or b.
@@ -188,6 +199,12 @@ class Rung(Step):
     def _takes_out(self, dtype: str, out: str) -> bool:
         """Return whether a product of dtype `dtype` may be written to an `out` of dtype `out`."""
         return False
+
+
+@functools.cache  # making the name takes a microsecond
+def dtype_name(dtype: Any) -> str:
+    """Return the name of NumPy's or torch's dtype, such as "float32"; ">f4" for a byte-swapped one."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_matrix(name: str, x: Any) -> None:

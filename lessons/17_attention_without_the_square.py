@@ -491,9 +491,9 @@ for rung in (None, "s1_three_passes", "s7_backward"):
 #
 # | You wrote | The rung | The library |
 # |---|---|---|
-# | `one_pass` | cpu/attention/s2_one_pass.py: [`_attend`](../kernels/cpu/attention/s2_one_pass.py) | – |
+# | `one_pass` | cpu/attention/s2_one_pass.py: [`compute`](../kernels/cpu/attention/s2_one_pass.py) | – |
 # | `merged` | plain/ring_attention.py: [`RingSoftmax.forward`](../minidist/plain/ring_attention.py) | context_parallel/blockwise_attention.py: [`RungSoftmax.add`](../minidist/parallel/context_parallel/blockwise_attention.py) |
-# | `attention_in_blocks` | cpu/attention/s3_key_blocks.py: [`_attend`](../kernels/cpu/attention/s3_key_blocks.py) | context_parallel/blockwise_attention.py: [`OnlineSoftmax.add`](../minidist/parallel/context_parallel/blockwise_attention.py) |
+# | `attention_in_blocks` | cpu/attention/s3_key_blocks.py: [`compute`](../kernels/cpu/attention/s3_key_blocks.py) | context_parallel/blockwise_attention.py: [`OnlineSoftmax.add`](../minidist/parallel/context_parallel/blockwise_attention.py) |
 # | `flash_attention` | cuda/attention/s3_shared_tiles.py: [`kernel`](../kernels/cuda/attention/s3_shared_tiles.py) | model/attention.py: [`attention`](../minidist/model/attention.py) |
 # | `gradients_in_blocks` | cpu/attention/support/backward_pass.py: [`attend`](../kernels/cpu/attention/support/backward_pass.py) | context_parallel/blockwise_attention.py: [`SoftmaxGradient.add`](../minidist/parallel/context_parallel/blockwise_attention.py) |
 #

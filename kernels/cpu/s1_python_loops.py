@@ -28,10 +28,8 @@ def compute(a: Array, b: Array, out: Array) -> None:
                 out[i, j] = total
 
 
-RUNG = Rung(
-    number=1,
-    name="s1_python_loops",
-    device="cpu",
+RUNG = Rung.of_file(
+    __name__,
     idea="Three Python loops, one scalar at a time: the definition of the product.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -25,10 +25,8 @@ def compute(a: Array, b: Array, out: Array) -> None:
                 out[i] += a[i, p] * b[p]  # (n,)
 
 
-RUNG = Rung(
-    number=2,
-    name="s2_vectors",
-    device="cpu",
+RUNG = Rung.of_file(
+    __name__,
     idea="One NumPy operation handles a whole row, with SIMD, so Python's cost is paid once for n elements.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -28,10 +28,8 @@ def compute(a: Array, b: Array, out: Array) -> None:
             out[i, j] = total
 
 
-RUNG = Rung(
-    number=3,
-    name="s3_compiled",
-    device="cpu",
+RUNG = Rung.of_file(
+    __name__,
     idea="Numba compiles the loops of rung 1, so that no interpreter stands between two multiply-adds.",
     dtypes=("float32", "float64"),
     compute=compute,

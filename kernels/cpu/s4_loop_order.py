@@ -40,10 +40,8 @@ def compute(a: Array, b: Array, out: Array) -> None:
         out[...] = c
 
 
-RUNG = Rung(
-    number=4,
-    name="s4_loop_order",
-    device="cpu",
+RUNG = Rung.of_file(
+    __name__,
     idea="The inner loop walks along contiguous rows, not down columns, so the compiler can vectorise it.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -56,10 +56,8 @@ def compute(a: Array, b: Array, out: Array) -> None:
         out[...] = c
 
 
-RUNG = Rung(
-    number=5,
-    name="s5_cache_blocks",
-    device="cpu",
+RUNG = Rung.of_file(
+    __name__,
     idea="Blocks of b that fit the first cache, four rows in a pass: what was loaded is used again.",
     dtypes=("float32", "float64"),
     compute=compute,

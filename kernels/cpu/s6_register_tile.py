@@ -22,10 +22,8 @@ from __future__ import annotations
 from ..rung import Rung
 from .support.one_thread import compute
 
-RUNG = Rung(
-    number=6,
-    name="s6_register_tile",
-    device="cpu",
+RUNG = Rung.of_file(
+    __name__,
     idea="A tile of out stays in registers while the sum runs, fed from packed blocks: no load waits.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -132,10 +132,8 @@ def _help(kind: str, seen: int) -> int:
 
 thread_pool.HELP.update({4: functools.partial(_help, "f"), 8: functools.partial(_help, "d")})
 
-RUNG = Rung(
-    number=7,
-    name="s7_threads",
-    device="cpu",
+RUNG = Rung.of_file(
+    __name__,
     idea="All cores take blocks of out from a common counter; b is packed once, by all of them together.",
     dtypes=("float32", "float64"),
     compute=compute,

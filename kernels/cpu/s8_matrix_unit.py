@@ -185,10 +185,8 @@ def _like(x: Any, c: Array) -> Any:
     return tensor.view(torch.bfloat16) if c.dtype == np.uint16 else tensor
 
 
-RUNG = MatrixUnitRung(
-    number=8,
-    name="s8_matrix_unit",
-    device="cpu",
+RUNG = MatrixUnitRung.of_file(
+    __name__,
     idea="Pairs of bf16 numbers, or whole tiles of them, are multiplied and added in one instruction.",
     dtypes=("bfloat16", "float32"),
     compute=compute,

@@ -1,6 +1,6 @@
 """A rung of the CUDA ladder: takes NumPy arrays or torch tensors, and gives its kernels matrices.
 
-    RUNG = CudaRung(number=2, name="s2_...", device="cuda", idea="...", dtypes=("float32",), compute=compute)
+    RUNG = CudaRung.of_file(__name__, idea="...", dtypes=("float32",), compute=compute)
 
 `compute(a, b, c)` gets three `Matrix` objects in the memory of the back end, and enqueues its kernels. What
 all rungs need is here: checks, sizes of 0, strides that kernels don't take, copies to a GPU and back.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..rung import Array, Rung, Step, check_sizes
+from ..rung import Array, Rung, Step, check_sizes, dtype_name
 from .runtime import gpu_driver, torch_tensors
 from .runtime.device import architecture_on, backend, capability
 from .runtime.gpu_driver import download, upload
@@ -24,6 +25,7 @@ from .runtime.matrix import Matrix, host_matrix
 from .tiling.packing import scratch
 
 PITCH = 16  # bytes; each row of an uploaded matrix begins on a multiple
+Typed = Sequence[tuple[Array, str]]  # arrays, and what their elements are
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,29 @@ class CudaStep(Step):
         """Return whether it runs on a GPU now; RuntimeError if this GPU can't run it."""
         if backend() != "gpu":
             return False
-        g = gpu_driver.get()
-        found = g.properties(g.current())
+        found = gpu_driver.get().here()
         architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
         return True
+
+    def _run_on_arrays(self, run: Callable[..., None], given: Typed, results: Typed, *more: int) -> None:
+        """Call run(*matrices, *more) for 2-D host arrays, none empty; 2-byte elements may come as uint16."""
+        if self._on_gpu():
+            there = [uploaded(x, dtype) for x, dtype in given]
+            made = [self._room(x, dtype) for x, dtype in results]
+            run(*there, *made, *more)
+            for (x, _), c in zip(results, made, strict=True):
+                rows = c.order == "rows"
+                download(c.data, c.row_stride if rows else c.column_stride, x if rows else x.T)
+            return
+        made = [host_matrix(x, dtype) for x, dtype in results]
+        run(*(host_matrix(x, dtype) for x, dtype in given), *made, *more)
+        for (x, _), c in zip(results, made, strict=True):
+            if not np.may_share_memory(c.data, x):  # because kernels don't take a stride of x
+                x[...] = c.view2d().view(x.dtype)
+
+    def _room(self, x: Array, dtype: str) -> Matrix:
+        """Return a matrix in the GPU's memory for a result like x."""
+        return scratch(x.shape[0], x.shape[1], dtype, PITCH // x.itemsize)
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class CudaRung(CudaStep, Rung):
                 f"a is on {a.device} and b is on {b.device}: move one with .to(), so that both are on one"
             )
         check_sizes(a.shape, b.shape)
-        dtype = torch_tensors.dtype_name(a.dtype)
+        dtype = dtype_name(a.dtype)
         if out is None:
             out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
         else:
@@ -92,7 +113,7 @@ class CudaRung(CudaStep, Rung):
             return out
         if a.device.type == "cpu":
             x, y, c = (torch_tensors.as_array(torch, tensor) for tensor in (a, b, out))
-            self._fill_arrays(x, y, c, dtype, torch_tensors.dtype_name(out.dtype))
+            self._run_on_arrays(self.compute, [(x, dtype), (y, dtype)], [(c, dtype_name(out.dtype))])
         elif a.device.type != "cuda":
             raise ValueError(
                 f"a is on {a.device}, and rung {self.name} runs on cuda: move it with .to('cuda')"
@@ -125,21 +146,8 @@ class CudaRung(CudaStep, Rung):
         return "float32" if dtype in ("float16", "bfloat16") else dtype
 
     def _fill(self, a: Array, b: Array, out: Array) -> None:
-        self._fill_arrays(a, b, out, a.dtype.name, out.dtype.name)
-
-    def _fill_arrays(self, a: Array, b: Array, out: Array, dtype: str, out_dtype: str) -> None:
-        """Fill `out` with the product of non-empty host arrays, whose 2-byte elements may come as uint16."""
-        if self._on_gpu():
-            a_there, b_there = uploaded(a, dtype), uploaded(b, dtype)
-            c_there = scratch(out.shape[0], out.shape[1], out_dtype, PITCH // out.itemsize)
-            self.compute(a_there, b_there, c_there)
-            download(c_there.data, c_there.row_stride, out)
-            return
-        c = host_matrix(out, out_dtype)
-        copied = not np.may_share_memory(c.data, out)  # because kernels don't take a stride of out
-        self.compute(host_matrix(a, dtype), host_matrix(b, dtype), c)
-        if copied:
-            out[...] = c.view2d().view(out.dtype)
+        given = [(a, a.dtype.name), (b, b.dtype.name)]
+        self._run_on_arrays(self.compute, given, [(out, out.dtype.name)])
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:

@@ -237,10 +237,8 @@ def tensor_map(x: Matrix, box_rows: int) -> TensorMap:
     return TensorMap(x.data, x.rows, x.columns, x.row_stride, box_rows, 128 // x.itemsize, x.dtype)
 
 
-RUNG = CudaRung(
-    number=10,
-    name="s10_hopper",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="A copy engine fills shared memory, matrix instructions read it, and each warp group has one job.",
     dtypes=("float16", "bfloat16"),
     compute=compute,

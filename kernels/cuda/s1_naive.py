@@ -52,10 +52,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     KERNEL.launch((blocks,), a.view2d(), b.view2d(), c.view2d())
 
 
-RUNG = CudaRung(
-    number=1,
-    name="s1_naive",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="A thread for each element of c: none depends on another, and a GPU runs thousands at once.",
     dtypes=("float32", "float64"),
     compute=compute,

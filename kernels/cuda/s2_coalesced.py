@@ -47,10 +47,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     KERNEL.launch((blocks,), a.view2d(), b.view2d(), c.view2d())
 
 
-RUNG = CudaRung(
-    number=2,
-    name="s2_coalesced",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="A warp reads and writes along rows: 32 elements of a row are 4 sectors of memory, of a column 32.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -72,10 +72,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     kernel(c.dtype).launch((blocks,), a.view2d(), b.view2d(), c.view2d())
 
 
-RUNG = CudaRung(
-    number=3,
-    name="s3_shared_tile",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="A block copies tiles of a and b to shared memory, on the chip, and uses each element 32 times.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -78,10 +78,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     kernel(c.dtype).launch((blocks,), a.view2d(), b.view2d(), c.view2d())
 
 
-RUNG = CudaRung(
-    number=4,
-    name="s4_thread_tile_1d",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="A thread computes eight elements of a column: what it reads of b serves all of them.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -91,10 +91,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     kernel(c.dtype).launch((blocks,), a.view2d(), b.view2d(), c.view2d())
 
 
-RUNG = CudaRung(
-    number=5,
-    name="s5_thread_tile_2d",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="A thread computes 8 x 8 elements: 16 reads from shared memory serve 64 multiply-adds.",
     dtypes=("float32", "float64"),
     compute=compute,

@@ -139,10 +139,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     )
 
 
-RUNG = CudaRung(
-    number=6,
-    name="s6_vector_loads",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="Loads and stores of 16 bytes, in global and in shared memory: a quarter of the instructions.",
     dtypes=("float32",),
     compute=compute,

@@ -119,10 +119,8 @@ def compute(a: Matrix, b: Matrix, c: Matrix) -> None:
     )
 
 
-RUNG = CudaRung(
-    number=7,
-    name="s7_async_copy",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="Asynchronous copies into a ring, three panels ahead: nothing waits for global memory.",
     dtypes=("float32",),
     compute=compute,

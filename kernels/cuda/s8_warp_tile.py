@@ -215,10 +215,8 @@ def multiply_tiles(a: Matrix, b: Matrix, c: Matrix, tile: Tile) -> None:
     )
 
 
-RUNG = CudaRung(
-    number=8,
-    name="s8_warp_tile",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="Square tiles for warps, fragments loaded a step ahead: 1024 of 1117 instructions multiply.",
     dtypes=("float32",),
     compute=compute,

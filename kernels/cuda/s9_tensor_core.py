@@ -233,10 +233,8 @@ def tile_count(m: int, n: int, tile: BlockTile) -> int:
     return -(-m // tile.rows) * -(-n // tile.columns)
 
 
-RUNG = CudaRung(
-    number=9,
-    name="s9_tensor_core",
-    device="cuda",
+RUNG = CudaRung.of_file(
+    __name__,
     idea="A tensor core multiplies 16 x 16 by 16 x 8 elements in one instruction, out of a warp's registers.",
     dtypes=("float16", "bfloat16", "float32"),
     compute=compute,

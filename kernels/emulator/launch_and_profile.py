@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..cuda.runtime.compiler import compile_ptx
-from ..cuda.runtime.kernel import HALVES, Kernel
+from ..cuda.runtime.kernel import Kernel
 from ..cuda.runtime.matrix import TensorMap
 from .execution.run_grid import COUNTING, run_kernel, sizes
 from .machine.counts import SECTOR, Counts, LineCounts
@@ -73,12 +73,12 @@ def launch(
     """
     function = _function(kernel)
     names = _names(function, len(args))
-    arrays = [_argument(name, x) for name, x in zip(names, args, strict=True)]
+    arrays = tuple(_argument(name, x) for name, x in zip(names, args, strict=True))
     options = getattr(kernel, "targetoptions", {})
     fastmath = bool(options.get("fastmath", getattr(kernel, "fastmath", False)))
-    if isinstance(kernel, Kernel):  # passes halves as their bits, and ints as int32
-        arrays = [x.view(np.uint16) if str(getattr(x, "dtype", "")) in HALVES else x for x in arrays]
-        types = kernel.types(tuple(arrays))
+    if isinstance(kernel, Kernel):
+        arrays = kernel.host_arguments(arrays)
+        types = kernel.types(arrays)
     else:
         types = tuple(_type(name, x) for name, x in zip(names, arrays, strict=True))
     whole_grid, whole_block = sizes("grid", grid), sizes("block", block)

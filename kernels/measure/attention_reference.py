@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..attention_rung import AttentionRung, dtype_name
-from ..rung import Array
+from ..attention_rung import AttentionRung
+from ..rung import Array, dtype_name
 from .harness import numpy_dtype
 
 # Relative to the largest of each array. Halves: four roundings, of the weights, of sums, of the result.
@@ -71,12 +71,12 @@ def check(
     q, k, v, d_out = map(to, drawn(size, rng, dtype))
     exact = formula(_wide(q), _wide(k), _wide(v), _wide(d_out), causal)
     found = step.forward(q, k, v, causal=causal)
-    kinds = [dtype_name(x) for x in found]
+    kinds = [dtype_name(x.dtype) for x in found]
     # A logarithm's absolute error is the relative error of the weights, however small it is.
     worst = max(assert_near(found[:1], exact[:1], dtype), assert_near(found[1:], exact[1:2], dtype, scale=1))
     if step.gradients:
         gradients = step.backward(q, k, v, *found, d_out, causal=causal)
-        kinds += [dtype_name(x) for x in gradients]
+        kinds += [dtype_name(x.dtype) for x in gradients]
         worst = max(worst, assert_near(gradients, exact[2:], dtype))
     if kinds != [dtype, "float32", dtype, dtype, dtype][: len(kinds)]:
         raise AssertionError(f"{step.name} returned {kinds} for operands of {dtype}")

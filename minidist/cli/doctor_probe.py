@@ -92,8 +92,7 @@ def ladder() -> dict[str, Any]:
     if found["backend"] == "gpu":
         from minidist.kernels.cuda.runtime import gpu_driver
 
-        driver = gpu_driver.get()
-        properties = driver.properties(driver.current())
+        properties = gpu_driver.get().here()
         found |= {"gpu": properties.name, "driver": properties.driver}
     device.require_compiler()
     return found

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from minidist import kernels
 from minidist.comm.opaque import opaque, refuse_recorded
-from minidist.kernels.attention_rung import AttentionRung, dtype_name
+from minidist.kernels.attention_rung import AttentionRung
 from minidist.kernels.cuda import attention as cuda
+from minidist.kernels.rung import dtype_name
 from minidist.model.matmul import check_operand
 
 
@@ -80,7 +81,7 @@ def check_dtypes(model: nn.Module) -> None:
         attend, weight = getattr(block, "attend", None), next(block.parameters(), None)
         if not isinstance(attend, Attend) or weight is None:
             continue
-        takes, dtype = attend.rung.dtypes, str(weight.dtype).removeprefix("torch.")
+        takes, dtype = attend.rung.dtypes, dtype_name(weight.dtype)
         if dtype not in takes and ("float32" not in takes or weight.dtype.itemsize != 2):
             raise TypeError(
                 f"{name} computes in {dtype}, but rung {attend.rung.name} takes {' or '.join(takes)}; give "
@@ -98,7 +99,7 @@ def on_rung(rung: AttentionRung, *inputs: Tensor, causal: bool) -> list[Tensor]:
     q, step = inputs[0], rung
     if len(inputs) > 3:
         last = kernels.CUDA_ATTENTION_LADDER[-1] if rung.device == "cuda" else rung
-        able = [each for each in (rung, last) if each.gradients and dtype_name(q) in each.dtypes]
+        able = [each for each in (rung, last) if each.gradients and dtype_name(q.dtype) in each.dtypes]
         step = [*able, kernels.ATTENTION_LADDER[-1]][0]
     compute: Any = step.forward if len(inputs) == 3 else step.backward
     if step.device == "cuda":

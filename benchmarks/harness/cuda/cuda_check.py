@@ -15,6 +15,7 @@ import numpy as np
 
 from minidist.kernels.measure import attention_reference as attention
 from minidist.kernels.measure import harness
+from minidist.kernels.rung import dtype_name
 
 if TYPE_CHECKING:
     from minidist.kernels.cuda.attention.cuda_attention_rung import CudaAttentionRung
@@ -79,8 +80,8 @@ def assert_product(c: Any, a: Any, b: Any, message: str, *, sums: str, tf32: boo
     if unwritten:
         raise AssertionError(f"{message}: {unwritten} of {c.numel()} elements are not finite")
     k = a.shape[1]
-    tolerance, rounding, smallest = 1.0 * bound(k, _name(a), sums, tf32), 0.0, 0.0
-    if _name(c) != sums:  # each sum is rounded once more, possibly to a subnormal number
+    tolerance, rounding, smallest = 1.0 * bound(k, dtype_name(a.dtype), sums, tf32), 0.0, 0.0
+    if dtype_name(c.dtype) != sums:  # each sum is rounded once more, possibly to a subnormal number
         info = torch.finfo(c.dtype)
         rounding = info.eps / 2
         tolerance, smallest = tolerance * (1 + rounding), info.tiny * info.eps / 2
@@ -127,7 +128,3 @@ def samples(m: int, n: int, k: int, seed: int) -> Iterator[tuple[Any, Any]]:
 
     yield some(m), everything[1]
     yield everything[0], some(n)
-
-
-def _name(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")

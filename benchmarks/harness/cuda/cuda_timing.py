@@ -47,8 +47,7 @@ class Gpu(GpuTimer):
         """Return the bytes of the L2 cache, which operands must not stay in."""
         from minidist.kernels.cuda.runtime import gpu_driver as driver
 
-        current = driver.get()
-        return current.properties(current.current()).l2
+        return driver.get().here().l2
 
     def free(self) -> int:
         """Return the free bytes, including those in torch's own cache."""

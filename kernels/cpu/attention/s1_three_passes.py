@@ -68,10 +68,8 @@ def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, c
         _values(scores, values, result)
 
 
-RUNG = AttentionRung(
-    number=1,
-    name="s1_three_passes",
-    device="cpu",
+RUNG = AttentionRung.of_file(
+    __name__,
     idea="The definition: all scores, a softmax in three passes over each row, weights times values.",
     dtypes=("float32",),
     compute=compute,

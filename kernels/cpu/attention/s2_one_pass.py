@@ -23,7 +23,8 @@ from ..support.compiling import compiled
 
 
 @compiled("CCCCC", error_model="numpy")
-def _attend(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
     width = q.shape[1]
     queries, keys = q.shape[0] // heads, k.shape[0] // heads
     scale = np.float32(1 / math.sqrt(width))
@@ -50,15 +51,8 @@ def _attend(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, c
         logs[query, 0] = top + math.log(total)
 
 
-def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
-    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
-    _attend(q, k, v, out, logs, heads, causal)
-
-
-RUNG = AttentionRung(
-    number=2,
-    name="s2_one_pass",
-    device="cpu",
+RUNG = AttentionRung.of_file(
+    __name__,
     idea="Largest score and sum in one pass: a larger score rescales the sum, so a row of scores is enough.",
     dtypes=("float32",),
     compute=compute,

@@ -27,7 +27,8 @@ QUERIES = 64
 
 
 @compiled("CCCCC", error_model="numpy")
-def _attend(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
     width = q.shape[1]
     queries, keys = q.shape[0] // heads, k.shape[0] // heads
     scale = np.float32(1 / math.sqrt(width))
@@ -67,15 +68,8 @@ def _attend(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, c
                 logs[head * queries + i, 0] = tops[i - i0] + math.log(totals[i - i0])
 
 
-def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
-    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
-    _attend(q, k, v, out, logs, heads, causal)
-
-
-RUNG = AttentionRung(
-    number=3,
-    name="s3_key_blocks",
-    device="cpu",
+RUNG = AttentionRung.of_file(
+    __name__,
     idea="Blocks of keys: sums of values are rescaled as the sum of weights is, so no row of scores is kept.",
     dtypes=("float32",),
     compute=compute,

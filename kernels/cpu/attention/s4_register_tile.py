@@ -12,22 +12,15 @@ time on one core of a busy machine.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...attention_rung import AttentionRung
-from ...rung import Array
 from .support.parts import forward
 
-
-def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
-    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
-    forward(q, k, v, out, logs, heads=heads, causal=causal, skip=False, cores=1)
-
-
-RUNG = AttentionRung(
-    number=4,
-    name="s4_register_tile",
-    device="cpu",
+RUNG = AttentionRung.of_file(
+    __name__,
     idea="Both products in the matmul ladder's register tile, and vectors of powers for the softmax.",
     dtypes=("float32",),
-    compute=compute,
+    compute=partial(forward, skip=False, cores="one"),
     cores="one",
 )

@@ -8,23 +8,15 @@ which no core waits for another.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...attention_rung import AttentionRung
-from ...rung import Array
-from ..support import thread_pool
 from .support.parts import forward
 
-
-def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
-    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
-    forward(q, k, v, out, logs, heads=heads, causal=causal, skip=False, cores=thread_pool.threads())
-
-
-RUNG = AttentionRung(
-    number=5,
-    name="s5_threads",
-    device="cpu",
+RUNG = AttentionRung.of_file(
+    __name__,
     idea="All cores take parts of the queries from a common counter.",
     dtypes=("float32",),
-    compute=compute,
+    compute=partial(forward, skip=False, cores="all"),
     cores="all",
 )

@@ -13,24 +13,16 @@ Source: Dao, Fu, Ermon, Rudra and Re, FlashAttention, 2022, section 3.1, "Recomp
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...attention_rung import AttentionRung
-from ...rung import Array
-from ..support import thread_pool
 from .support.parts import backward, forward
 
-
-def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
-    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
-    forward(q, k, v, out, logs, heads=heads, causal=causal, skip=True, cores=thread_pool.threads())
-
-
-RUNG = AttentionRung(
-    number=7,
-    name="s7_backward",
-    device="cpu",
+RUNG = AttentionRung.of_file(
+    __name__,
     idea="Backward computes the weights again, block by block, so nothing of queries x keys is ever kept.",
     dtypes=("float32",),
-    compute=compute,
+    compute=partial(forward, skip=True, cores="all"),
     cores="all",
     gradients=backward,
 )

@@ -1,7 +1,6 @@
 """A rung of the CUDA ladder of attention: takes NumPy arrays or torch tensors, and gives kernels matrices.
 
-    RUNG = CudaAttentionRung(number=2, name="s2_...", device="cuda", idea="...", dtypes=("float32",),
-                             compute=compute)
+    RUNG = CudaAttentionRung.of_file(__name__, idea="...", dtypes=("float32",), compute=compute)
 
 `compute(q, k, v, out, logs, heads, causal)` and `gradients(q, k, v, out, logs, d_out, dq, dk, dv, heads,
 causal)` get `Matrix` objects in the memory of the back end, (heads x positions, width) with a column stride
@@ -18,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ...attention_rung import AttentionRung, as_rows, dtype_name, logs_dtype
-from ...rung import Array
-from ..cuda_rung import PITCH, CudaStep, uploaded
+from ...attention_rung import AttentionRung, as_rows, logs_dtype
+from ...rung import Array, dtype_name
+from ..cuda_rung import CudaStep
 from ..runtime import torch_tensors
-from ..runtime.gpu_driver import download
-from ..runtime.matrix import Matrix, host_matrix
+from ..runtime.matrix import Matrix
 from ..tiling.packing import scratch
 
 
@@ -71,13 +69,13 @@ class CudaAttentionRung(CudaStep, AttentionRung):
     ) -> None:
         torch: Any = sys.modules.get("torch")
         heads, count = math.prod(given[0].shape[:-2]), len(given)
-        every, on_gpu = (*given, *results), self._on_gpu()
-        names = [dtype_name(x) for x in every]
+        every = (*given, *results)
+        names = [dtype_name(x.dtype) for x in every]
         if isinstance(given[0], np.ndarray):
             arrays = [as_rows(x) for x in every]
         else:
             every = tuple(x.contiguous().reshape(-1, x.shape[-1]) for x in every)
-            if every[0].is_cuda and on_gpu:
+            if every[0].is_cuda and self._on_gpu():
                 with torch_tensors.on_device(torch, every[0].device.index):
                     function(*map(torch_tensors.device_matrix, every), heads, int(causal))
                 return
@@ -85,19 +83,7 @@ class CudaAttentionRung(CudaStep, AttentionRung):
                 raise ValueError(f"q is on {every[0].device}, where rung {self.name} can't run: pass q.cpu()")
             arrays = [torch_tensors.as_array(torch, x) for x in every]
         pairs = list(zip(arrays, names, strict=True))
-        if not on_gpu:
-            function(*(host_matrix(x, name) for x, name in pairs), heads, int(causal))
-            return
-        there = [uploaded(x, name) for x, name in pairs[:count]]
-        made = [_room(x, name) for x, name in pairs[count:]]
-        function(*there, *made, heads, int(causal))
-        for x, matrix in zip(arrays[count:], made, strict=True):
-            column = x.shape[1] == 1
-            download(matrix.data, x.size if column else matrix.row_stride, x.reshape(1, -1) if column else x)
+        self._run_on_arrays(function, pairs[:count], pairs[count:], heads, int(causal))
 
-
-def _room(x: Array, dtype: str) -> Matrix:
-    """Return a matrix in the GPU's memory for a result like x."""
-    if x.shape[1] == 1:
-        return scratch(1, len(x), dtype, 1).T
-    return scratch(x.shape[0], x.shape[1], dtype, PITCH // x.itemsize)
+    def _room(self, x: Array, dtype: str) -> Matrix:
+        return scratch(1, len(x), dtype, 1).T if x.shape[1] == 1 else super()._room(x, dtype)

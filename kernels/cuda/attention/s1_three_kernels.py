@@ -81,10 +81,8 @@ def compute(q: Matrix, k: Matrix, v: Matrix, out: Matrix, logs: Matrix, heads: i
     VALUES.launch(blocks(q.rows * q.columns), s, v.view2d(), out.view2d(), queries, keys)
 
 
-RUNG = CudaAttentionRung(
-    number=1,
-    name="s1_three_kernels",
-    device="cuda",
+RUNG = CudaAttentionRung.of_file(
+    __name__,
     idea="The definition: a kernel for the scores, one for their softmax, one for the product with v.",
     dtypes=("float32",),
     compute=compute,

@@ -82,10 +82,8 @@ def compute(q: Matrix, k: Matrix, v: Matrix, out: Matrix, logs: Matrix, heads: i
     kernel(-(-q.columns // 32)).launch((-(-q.rows // WARPS),), *views, logs.data, *sizes)
 
 
-RUNG = CudaAttentionRung(
-    number=2,
-    name="s2_warp_rows",
-    device="cuda",
+RUNG = CudaAttentionRung.of_file(
+    __name__,
     idea="Online softmax: a warp takes a query, a larger score rescales the sums, and no scores are stored.",
     dtypes=("float32",),
     compute=compute,

@@ -138,10 +138,8 @@ def compute(q: Matrix, k: Matrix, v: Matrix, out: Matrix, logs: Matrix, heads: i
     kernel(columns).launch((blocks,), *rows, logs.data, q.columns, queries, keys, causal, shared=shared)
 
 
-RUNG = CudaAttentionRung(
-    number=3,
-    name="s3_shared_tiles",
-    device="cuda",
+RUNG = CudaAttentionRung.of_file(
+    __name__,
     idea="Tiles of keys and values in shared memory serve 64 queries, and a lane computes a key's scores.",
     dtypes=("float32",),
     compute=compute,

@@ -125,10 +125,8 @@ def compute(q: Matrix, k: Matrix, v: Matrix, out: Matrix, logs: Matrix, heads: i
     copy_back(result, out)
 
 
-RUNG = CudaAttentionRung(
-    number=4,
-    name="s4_tensor_core",
-    device="cuda",
+RUNG = CudaAttentionRung.of_file(
+    __name__,
     idea="Tensor cores for both products, between which weights stay in the registers where scores arose.",
     dtypes=("float16", "bfloat16"),
     compute=compute,

@@ -137,10 +137,8 @@ def gradients(*arguments: Any) -> None:
         copy_back(x, result)
 
 
-RUNG = CudaAttentionRung(
-    number=5,
-    name="s5_backward",
-    device="cuda",
+RUNG = CudaAttentionRung.of_file(
+    __name__,
     idea="Backward on tensor cores: weights are computed again, and each tile's gradients stay in registers.",
     dtypes=("float16", "bfloat16"),
     compute=FORWARD.compute,

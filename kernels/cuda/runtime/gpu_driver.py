@@ -122,15 +122,19 @@ class Gpu:
             )
         return self._properties[device]
 
+    def here(self) -> Properties:
+        """Return the properties of the current GPU."""
+        return self.properties(self.current())
+
     def allocate(self, size: int, stream: int) -> int:
         """Return the address of `size` bytes, valid from `stream`'s next work on; aligned to 256 bytes."""
-        if self.properties(self.current()).pools:
+        if self.here().pools:
             return int(self.call("cuMemAllocAsync", size, self.driver.CUstream(stream)))
         return int(self.call("cuMemAlloc", size))
 
     def free(self, address: int, stream: int) -> None:
         """Give memory of `allocate` back after the work that `stream` has so far."""
-        if self.properties(self.current()).pools:
+        if self.here().pools:
             self.call("cuMemFreeAsync", self.driver.CUdeviceptr(address), self.driver.CUstream(stream))
         else:
             self.call("cuMemFree", self.driver.CUdeviceptr(address))
@@ -156,16 +160,14 @@ def multiprocessors() -> int:
     """Return how many multiprocessors the current GPU has; in the emulator 132, an H100's."""
     if backend() != "gpu":
         return 132
-    gpu = get()
-    return gpu.properties(gpu.current()).multiprocessors
+    return get().here().multiprocessors
 
 
 def shared_memory() -> int:
     """Return the bytes of shared memory that a block may have: 163 KB on an A100, 227 on an H100."""
     if backend() != "gpu":
         return 227 * 1024
-    gpu = get()
-    return gpu.properties(gpu.current()).shared_per_block
+    return get().here().shared_per_block
 
 
 ITEMSIZE = {"uint8": 1, "uint16": 2, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ class Kernel:
             self._launch_on_gpu(grid, args, shared, cluster, stream)
             return
         check_grid(self.name, grid)
-        arrays = tuple(_host_argument(self.name, i, x) for i, x in enumerate(args))
+        arrays = self.host_arguments(args)
         from ...emulator.execution.run_grid import run_kernel
 
         ptx = self.compile(self.types(arrays), self.architecture).ptx
@@ -150,6 +150,10 @@ class Kernel:
             self._ready[key] = Compiled(self, types, architecture)
         compiled: Compiled = self._ready[key]
         return compiled
+
+    def host_arguments(self, args: Iterable[Any]) -> tuple[Any, ...]:
+        """Return arguments as the emulator takes them, or raise what is wrong with one of them."""
+        return tuple(_host_argument(self.name, i, x) for i, x in enumerate(args))
 
     def types(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the Numba types of these arguments."""

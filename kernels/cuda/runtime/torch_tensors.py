@@ -7,13 +7,12 @@ waits for them. The checks are short, because the GPU may be idle while Python r
 from __future__ import annotations
 
 import contextlib
-import functools
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from ...rung import shared_memory
+from ...rung import dtype_name, shared_memory
 from .gpu_driver import ITEMSIZE, DeviceArray
 from .matrix import Matrix, element_strides
 
@@ -114,12 +113,6 @@ def _addresses(x: Any) -> Any:
         "strides": tuple(stride * size for stride in x.stride()),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-@functools.cache  # making the name takes a microsecond
-def dtype_name(dtype: Any) -> str:
-    """Return "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def on_device(torch: Any, index: int) -> contextlib.AbstractContextManager[Any]:

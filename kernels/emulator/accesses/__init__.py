@@ -6,6 +6,7 @@
 |---|---|
 | loads_and_stores | ld and st of every state space |
 | access | Access: who touches which bytes, and the checks of alignment and bounds |
+| races_in_global_memory | History: the last accesses to an array, and whether they are ordered |
 | race_faults | finds the access that races with an earlier one, and words the fault |
 | async_accesses | the copy engine and wgmma: missing data, missing fences between the proxies |
 | undefined_values | registers whose value no lane may use, after a shuffle from a missing lane |

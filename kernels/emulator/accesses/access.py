@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from ..base.addresses import WINDOWS, generic, shared_blocks
 from ..base.instruction_batch import Batch
 from ..machine.global_memory import Buffer
 from ..machine.machine_state import Machine
-from ..machine.races_in_global_memory import AccessKind
 from ..ptx.dtypes import Array
 from ..ptx.fault import of
 
+# guesses and settles: see `DataFlow`; updates: by atomics; copies: asynchronously.
+AccessKind = Literal["reads", "guesses", "writes", "settles", "updates", "copies to", "copies from"]
 # The verb, and the preposition of the address.
 WORDS = {"guesses": ("reads", "at"), "settles": ("writes", "at")}
 WORDS |= {"copies to": ("copies", "to"), "copies from": ("copies", "from")}

@@ -13,12 +13,11 @@ from ..base.addresses import addresses_of, lanes_of, space_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
-from ..machine.races_in_global_memory import AccessKind
 from ..ptx.dtypes import DTYPES, SIZES, Array, Mask
 from ..ptx.program import Address, Symbol
 from ..synchronization.atomic_ordering import AtomicOrder
 from . import race_faults as races
-from .access import Access, gather, rows_of
+from .access import Access, AccessKind, gather, rows_of
 
 
 @unit("ld", order="load", counted="load")

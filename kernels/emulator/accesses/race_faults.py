@@ -1,8 +1,8 @@
 """Every access passes by here; one that races with an earlier access becomes a fault.
 
 What happened before what is known to `machine.races_in_shared_memory` (the clocks of all warps) and to
-`machine.races_in_global_memory` (the last accesses to each element). They tell which accesses are unordered;
-this file asks them, and words the fault.
+`races_in_global_memory` (the last accesses to each element). They tell which accesses are unordered; this
+file asks them, and words the fault.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array
 from ..synchronization.block_barriers import Barriers
 from .access import Access, gather
+from .races_in_global_memory import History
 
 BARRIER = "with no barrier between them: call cuda.syncthreads() in between"
 
@@ -78,16 +79,8 @@ def in_global_memory(access: Access, buffer: Buffer, values: Array | None = None
     same = None
     if values is not None:
         same = np.asarray((buffer.read(addresses - buffer.start, access.width) == values).all(axis=-1))
-    conflict = buffer.past().note(
-        machine.clocks,
-        machine.memory.watch_blocks,
-        access.kind,
-        addresses,
-        access.width,
-        lanes,
-        access.batch.first.number,
-        same,
-    )
+    buffer.history = buffer.history or History(buffer.start, buffer.bytes.size)
+    conflict = buffer.history.note(access, same)
     if conflict is None:
         return
     lane, offset = int(lanes[conflict.index]), int(addresses[conflict.index]) - buffer.start

@@ -9,6 +9,5 @@ This is the state that instructions read and change; it knows no instruction. To
 | shape | how lanes, warps and blocks are numbered; the register arrays |
 | global_memory | the kernel's arrays, at addresses of their own |
 | races_in_shared_memory | Clocks: vector clocks of all warps, and the last accesses to shared memory |
-| races_in_global_memory | History: the last accesses to an array, and whether they are ordered |
 | counts | what `profile` counts: instructions, sectors, bank conflicts |
 """

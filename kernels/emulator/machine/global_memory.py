@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ..ptx.dtypes import Array
 from ..ptx.fault import of
-from .races_in_global_memory import History
 
 FIRST = 1 << 34  # the address of the first allocation
 APART = 1 << 34  # bytes between allocations, at least
@@ -34,7 +33,7 @@ class Buffer:
     views: dict[int, Array] = field(default_factory=dict)
     raises: bool = False  # the kernel stores an exception here (debug=True)
     watched: bool = True  # the kernel may write here, so accesses may race
-    history: History | None = None
+    history: Any = None  # of accesses since the whole grid met: `accesses/races_in_global_memory.py`
 
     @property
     def end(self) -> int:
@@ -63,12 +62,6 @@ class Buffer:
             rows[offset >> (width.bit_length() - 1)] = np.ascontiguousarray(values).view(rows.dtype)[..., 0]
         else:
             self.bytes[offset[..., None] + np.arange(width)] = values
-
-    def past(self) -> History:
-        """Return the history of accesses to this buffer."""
-        if self.history is None:
-            self.history = History(self.start, self.bytes.size)
-        return self.history
 
     def element(self, offset: int) -> str:
         """Name the array element at a byte offset; just the byte for an array with gaps."""

@@ -10,6 +10,7 @@ from minidist.kernels import CPU_LADDER, rung
 from minidist.kernels.cuda import RUNGS
 from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime.kernel import Kernel
+from minidist.kernels.emulator import launch
 from minidist.kernels.measure import harness
 from tests.helpers.products import LAYOUTS, check_laid_out
 
@@ -37,6 +38,8 @@ def test_arguments_of_a_kernel_are_named_when_they_are_wrong():
     ]:
         with pytest.raises(kind, match=words):
             kernel.launch((1,), *given)
+        with pytest.raises(kind, match=words):
+            launch(kernel, 1, 32, *given)
     x[:] = 1
     kernel.launch((1,), x, np.int64(5))
     np.testing.assert_array_equal(x, [2] * 5 + [1] * 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -31,10 +31,10 @@ def _forward(
 
 
 def forward(
-    q: Array, k: Array, v: Array, out: Array, logs: Array,
-    *, heads: int, causal: int, skip: bool, cores: int,
+    q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int,
+    *, skip: bool, cores: Literal["one", "all"],
 ) -> None:  # fmt: skip
-    """Fill out and logs; with `skip`, leave out the blocks that the mask hides."""
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs; `skip` leaves out what the mask hides."""
     parts, size = -(-q.shape[0] // (heads * most_queries())), forward_memory(q.shape[1])
 
     counter = np.zeros(1, np.int64)
@@ -43,7 +43,7 @@ def forward(
         space = memory("attention", "f", size)
         _forward(q, k, v, out, logs, space, counter.ctypes.data, heads, parts, causal, int(skip))
 
-    thread_pool.together(work, min(cores, parts * heads))
+    thread_pool.together(work, min(thread_pool.threads() if cores == "all" else 1, parts * heads))
 
 
 @compiled(

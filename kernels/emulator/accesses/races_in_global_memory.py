@@ -12,16 +12,14 @@ different warps: whichever warp writes next, at least one of them is another war
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array
-from .races_in_shared_memory import Clocks
+from .access import Access
 
-# guesses and settles: see `DataFlow`; updates: by atomics; copies: asynchronously.
-AccessKind = Literal["reads", "guesses", "writes", "settles", "updates", "copies to", "copies from"]
 QUIET = 1 << 20  # a bit of a packed name: a write that readers don't mind
 
 
@@ -48,95 +46,57 @@ class History:
         self.readers = np.zeros((2, 0), np.int64)
         self.read = np.zeros((2, 0), np.int32)
 
-    def note(
-        self,
-        clocks: Clocks,
-        watch_blocks: bool,
-        kind: AccessKind,
-        addresses: Array,
-        width: int,
-        lanes: Array,
-        numbers: Array | int,
-        same: Array | None = None,
-    ) -> Conflict | None:
-        """Note accesses (n,) of `width` bytes by lanes (n,), or return the first race instead.
+    def note(self, access: Access, same: Array | None = None) -> Conflict | None:
+        """Note one instruction's access, or return its first race instead.
 
-        watch_blocks: also look for races between blocks. numbers: of the instructions. same: which writes
-        leave the memory as it is.
+        same: which of its writes leave the memory as it is.
         """
-        if width < self.granule:
-            self._refine(width)
+        if access.width < self.granule:
+            self._refine(access.width)
         shift = self.granule.bit_length() - 1
-        first = (addresses >> shift) - (self.start >> shift)
-        count = -(-width // self.granule)
+        first = (access.addresses[0] >> shift) - (self.start >> shift)
+        count = -(-access.width // self.granule)
         granules = first if count == 1 else (first[:, None] + np.arange(count)).reshape(-1)
-        machine = clocks.machine
-        agents = clocks.agents_of_lanes[lanes]
-        warps = machine.first * machine.warps_per_block + machine.warp_of_lane[lanes]
-        times = clocks.own(agents)
-        names = (1 + warps) << 21 | numbers
+        machine = access.machine
+        agents = machine.clocks.agents_of_lanes[access.lanes]
+        warps = machine.first * machine.warps_per_block + machine.warp_of_lane[access.lanes]
+        times = machine.clocks.own(agents)
+        names = (1 + warps) << 21 | access.batch.first.number
         if count > 1:
             agents, warps, times, names = (np.repeat(one, count) for one in (agents, warps, times, names))
-        conflict = self._conflict(clocks, watch_blocks, kind, granules, agents, warps, same, count)
+        silent = None if same is None else np.repeat(same, count)
+        conflict = self._conflict(access, granules, agents, warps, silent)
         if conflict is None:
-            if kind == "reads":
+            if access.kind == "reads":
                 self._note_read(granules, names, times)
                 return None
-            if same is not None and same.any():
+            if silent is not None and silent.any():
                 # The warp that wrote this value first stays the writer.
-                silent = np.repeat(same, count)
                 new = ~silent | (self.writer[granules] == 0)
                 names = np.where(silent, names | QUIET, names)
                 granules, names, times = granules[new], names[new], times[new]
-            self.writer[granules] = names if kind == "writes" else names | QUIET
+            self.writer[granules] = names if access.kind == "writes" else names | QUIET
             self.written[granules] = times
         return conflict
 
     def _conflict(
-        self,
-        clocks: Clocks,
-        watch_blocks: bool,
-        kind: AccessKind,
-        granules: Array,
-        agents: Array,
-        warps: Array,
-        same: Array | None,
-        count: int,
+        self, access: Access, granules: Array, agents: Array, warps: Array, silent: Array | None
     ) -> Conflict | None:
         names, times = self.writer[granules], self.written[granules]
-        if kind in ("reads", "updates"):
+        if access.kind in ("reads", "updates"):
             names = np.where(names & QUIET, 0, names)
         earlier = [(names, times)]
-        if kind == "writes" and self.readers.size:
+        if access.kind == "writes" and self.readers.size:
             earlier += [(self.readers[i][granules], self.read[i][granules]) for i in (0, 1)]
         for i, (names, times) in enumerate(earlier):
-            races = self._unordered(clocks, watch_blocks, names, times, agents, warps)
-            if races is not None and same is not None:
-                races &= ~np.repeat(same, count)
+            races = _unordered(access.machine, names, times, agents, warps)
+            if races is not None and silent is not None:
+                races &= ~silent
             if races is not None and races.any():
                 at = int(np.argmax(races))
-                name = int(names[at])
+                name, count = int(names[at]), granules.size // access.lanes.size
                 return Conflict(at // count, (name >> 21) - 1, name & (QUIET - 1), i == 0)
         return None
-
-    @staticmethod
-    def _unordered(
-        clocks: Clocks, watch_blocks: bool, names: Array, times: Array, agents: Array, warps: Array
-    ) -> NDArray[np.bool_] | None:
-        """Return where a warp does not know of another warp's earlier access; None for nowhere."""
-        machine = clocks.machine
-        others = (names >> 21) - 1
-        strange: NDArray[np.bool_] = (names != 0) & (others != warps)
-        if not strange.any():
-            return None
-        block, warp = others // machine.warps_per_block - machine.first, others % machine.warps_per_block
-        here = (block >= 0) & (block < machine.blocks)
-        own = (warps // machine.warps_per_block - machine.first) // machine.cluster
-        near = here & (block // machine.cluster == own)  # blocks of one cluster know each other's clocks
-        inside = block % machine.cluster * clocks.of_block + warp
-        known = clocks.knows(agents, np.where(near, inside, 0))
-        strange &= np.where(near, times > known, watch_blocks)
-        return strange
 
     def _note_read(self, granules: Array, names: Array, times: Array) -> None:
         if not self.readers.size:
@@ -170,3 +130,21 @@ class History:
 
     def _count(self) -> int:
         return (self.start + self.size - 1) // self.granule - self.start // self.granule + 1
+
+
+def _unordered(
+    machine: Machine, names: Array, times: Array, agents: Array, warps: Array
+) -> NDArray[np.bool_] | None:
+    """Return where a warp does not know of another warp's earlier access; None for nowhere."""
+    others = (names >> 21) - 1
+    strange: NDArray[np.bool_] = (names != 0) & (others != warps)
+    if not strange.any():
+        return None
+    block, warp = others // machine.warps_per_block - machine.first, others % machine.warps_per_block
+    here = (block >= 0) & (block < machine.blocks)
+    own = (warps // machine.warps_per_block - machine.first) // machine.cluster
+    near = here & (block // machine.cluster == own)  # blocks of one cluster know each other's clocks
+    inside = block % machine.cluster * machine.clocks.of_block + warp
+    known = machine.clocks.knows(agents, np.where(near, inside, 0))
+    strange &= np.where(near, times > known, machine.memory.watch_blocks)
+    return strange
