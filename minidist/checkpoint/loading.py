@@ -31,7 +31,7 @@ from minidist.checkpoint.state import (
 )
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.training_state import load_extra_state, state_kinds
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed

@@ -19,7 +19,7 @@ from torch import Tensor
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
 from minidist.checkpoint.exporting import FILES_INDEX, ONE_FILE
 from minidist.checkpoint.saving import check_engine
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.engine.training_step import Engine
 
 

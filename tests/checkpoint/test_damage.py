@@ -22,7 +22,7 @@ from torch import nn
 import minidist as md
 from minidist.checkpoint import checkpoints, folders, index, saving, state, state_dict
 from minidist.model import MLP, Sampler
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.sharding.sharded import Sharded
 from tests.conftest import Clusters
 from tests.helpers import contract

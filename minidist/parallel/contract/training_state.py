@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 
 EXTRA_STATE = "_extra_state"
 """The last part of such names in a state_dict."""

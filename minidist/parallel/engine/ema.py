@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minidist._arguments import is_number
-from minidist.parallel.contract.strategy import common_part
+from minidist.parallel.contract.tensor_boxes import common_part
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 

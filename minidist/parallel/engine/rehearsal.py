@@ -30,7 +30,7 @@ from minidist.kernels.measure.cpu_peaks import available_memory
 from minidist.parallel.contract.batch import Pair, tensors
 from minidist.parallel.contract.kept_attributes import differs, plain_attributes
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.engine.one_process import OneProcess, outcome
 from minidist.parallel.engine.step_difference import (
     CUT,

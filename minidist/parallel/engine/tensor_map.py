@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
-from minidist.parallel.contract.strategy import Strategy, TensorBox, common_part
+from minidist.parallel.contract.tensor_boxes import TensorBox, common_part
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat.joined_messages import TOGETHER_BYTES, broadcast_together, deal_to_buckets
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.tensor_parallel.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
 
@@ -79,7 +80,7 @@ class TensorMap:
         self._copies_of_state = {"model": uncut, "optimizer": {self.first[name] for name in self._copies}}
         self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
 
-    def join_groups(self, strategy: Strategy) -> None:
+    def join_groups(self, strategy: Sharded) -> None:
         """Join the optimizer's groups of all stages into those of one process; a collective with a pipeline.
 
         Sends 2 (n - 1) / n 8 (P + 2) bytes for P parameters of the whole model.
@@ -111,9 +112,9 @@ class TensorMap:
         return {**settings, "groups": groups, "state": state}
 
     def load_settings(
-        self, strategy: Strategy, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+        self, strategy: Sharded, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Restore a strategy from the settings of one process; the arguments of `Strategy.load_settings`."""
+        """Restore a strategy from the settings of one process; see `StateByName.load_settings`."""
         have = [group["params"] for group in strategy.settings()["groups"]]
         groups = []
         for number, group in enumerate(settings["groups"]):
@@ -195,7 +196,7 @@ class TensorMap:
         comm.all_reduce(whole, group=self._expert_ranks if name in self._experts else self._tp)
         return whole
 
-    def norm(self, strategy: Strategy) -> float:
+    def norm(self, strategy: Sharded) -> float:
         """The norm of the whole model's gradients, in which each element counts once; the same on all ranks.
 
         Sends 2 (n - 1) / n 8 bytes: with tp or pp over all ranks of the world, otherwise over the ranks that

@@ -21,7 +21,7 @@ from minidist import comm
 from minidist.parallel.contract.batch import NOTHING, check_rows, is_list, pairs_of, shapes, tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, memory_of
-from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.user_functions import Loss, requires_closure
 from minidist.parallel.engine.evaluation import Evaluation, aligned
 from minidist.parallel.engine.partition_model import RankModel
@@ -29,6 +29,7 @@ from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.refusals import gradients_are_off, refuse_copy, refuse_growth
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.clipping import clip_factor
@@ -57,7 +58,7 @@ class Engine:
     def __init__(
         self,
         part: RankModel,
-        strategy: Strategy,
+        strategy: Sharded,
         layout: Layout,
         loss: Loss | None,
         precision: Precision,
@@ -355,17 +356,17 @@ class Engine:
         self.strategy.loaded()
 
     def state_boxes(self) -> Iterator[TensorBox]:
-        """This rank's boxes of the whole state, as for `Strategy.state_boxes`."""
+        """This rank's boxes of the whole state, as for `StateByName.state_boxes`."""
         return self.tensor_map.boxes(self.strategy.state_boxes())
 
     def state_settings(self) -> dict[str, Any]:
-        """The state that is not a tensor, as for `Strategy.settings`."""
+        """The state that is not a tensor, as for `StateByName.settings`."""
         return self.tensor_map.settings(self.strategy.settings())
 
     def load_state_settings(
         self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Restore the settings and allocate the state, as for `Strategy.load_settings`."""
+        """Restore the settings and allocate the state, as for `StateByName.load_settings`."""
         self.tensor_map.load_settings(self.strategy, settings, state)
 
     def settings(self) -> dict[str, Any]:

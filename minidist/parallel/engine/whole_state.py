@@ -21,7 +21,7 @@ from torch.nn import functional
 from minidist import comm
 from minidist.parallel.contract.batch import Pair, is_row_list, joined, mapped, rows_of, split, tensors
 from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards, plain_attributes
-from minidist.parallel.contract.strategy import TensorBox, common_part
+from minidist.parallel.contract.tensor_boxes import TensorBox, common_part
 from minidist.parallel.contract.training_state import state_kinds
 from minidist.parallel.engine.step_executor import IGNORED
 from minidist.parallel.engine.training_step import Engine

@@ -1,5 +1,6 @@
 """`Sharded`: the engine's strategy for plain data parallelism and ZeRO 1 to 3, whatever each rank keeps.
 
+The engine's step (engine/training_step.py) is the same for all rows of the table, and calls these methods.
 The table in contract/residency.py decides: data parallelism and ZeRO 1 to 3 are this one strategy with four
 rows. A model may have several sets of parameters, each with its row and its ranks (parameter_set.py). How
 gradients come to be sums differs: where parameters are whole, whenever some arrive (whole_parameters.py);
@@ -10,12 +11,14 @@ is here, and state_by_name.py knows where each part of the state lies.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.contract.memory_report import ResidentTensors
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
@@ -24,15 +27,26 @@ from minidist.parallel.training import clipping
 
 
 class Sharded(StateByName):
-    """Parameters that ranks train together, each keeping what a row of the table says.
+    """Parameters that the ranks of a group train together, each keeping what a row of the table says.
 
     With the row of data parallelism that is everything, and only the gradients' sums are shared.
 
+    In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch. All but
+    the last are inside `no_sync`, and `begin_final_backward` comes before the last backward pass. Then follow
+    `synchronize`, perhaps `rescale` and `multiply`, and `update`, or `drop` if the step is skipped. A
+    pipeline computes without `forward`: it calls `ready` first, and `begin_final_backward` before the last
+    backward pass, or after it if all were inside `no_sync`.
+
     Attributes:
+        gradient_comm: sums gradients over the ranks of `group`, which is None for all of the world.
+        optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
+        sharded: whether this rank's update uses a share of some gradients, and not all.
+        gathers: whether `forward` is a collective, which a rank without rows also has to call.
         buckets: hold the parameters, as far as they are dealt.
         on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
     """
 
+    optimizer: torch.optim.Optimizer
     buckets: list[Bucket]
 
     def __init__(self, sets: Sequence[ParameterSet]) -> None:
@@ -42,6 +56,28 @@ class Sharded(StateByName):
         self.gathers = not first.residency.parameters or bool(others)  # rows go to their experts
         self.on_owners: list[WholeOnOwners] = []
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model's outputs for this rank's rows."""
+
+    def ready(self) -> None:
+        """Prepare for forward passes that do not call `forward`."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, more backward passes follow: gradients that are kept whole are not sent yet."""
+
+    @abstractmethod
+    def synchronize(self) -> tuple[float, float]:
+        """Wait until the gradients are complete; returns weight and loss, summed over the ranks."""
+
+    @abstractmethod
+    def update(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the optimizer's step; every rank then computes with the new parameters.
+
+        closure: for an optimizer that requires one: runs all passes and `synchronize`, and returns the loss.
+        """
 
     @abstractmethod
     def complete(self) -> None:
@@ -63,6 +99,12 @@ class Sharded(StateByName):
     def resident(self) -> list[Tensor]:
         """The tensors that hold parameters on this rank now."""
 
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, as for `Engine.whole`. Sends nothing if each rank has all of them."""
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, Tensor):  # `training_state.extra_state` has the rest
+                yield name, value.detach()
+
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
         if not self.sharded:
@@ -70,7 +112,11 @@ class Sharded(StateByName):
         self.forget()
 
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
-        """Keep this rank's weight and loss for the end of the next backward pass, which sums them."""
+        """Announce the backward pass that completes the gradients, which then become sums over the ranks.
+
+        weight, loss_sum: of this rank's losses, and their sum, each times its weight; summed as well. waits:
+        whether the end of that pass may wait for the sums.
+        """
         self._own = weight, loss_sum
 
     def announce(self, is_padding: bool) -> None:

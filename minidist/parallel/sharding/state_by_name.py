@@ -7,7 +7,7 @@ optimizer state in the same way. Whatever every rank has whole is one box.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.strategy import Strategy, TensorBox, cut_chunks
+from minidist.parallel.contract.tensor_boxes import TensorBox, cut_chunks
 from minidist.parallel.contract.training_state import loadable_tensors, put_in_lists, require_same_groups
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
@@ -23,12 +23,13 @@ from minidist.parallel.sharding.optimizer.optimizer_slices import SCALARS, Optim
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 
 
-class StateByName(Strategy):
+class StateByName(ABC):
     """The part of a strategy that tells the state of shared parameters by their names.
 
     Parameters that no backward pass has dealt to buckets yet have whole masters, and whole optimizer state.
 
     Attributes:
+        model: whose parameters they are.
         sets: all ranks that train the model share the first; some of them share each of the others.
         parameters: by index. names: of each; the first one of a tied parameter. set_of: the set of each.
         group_names: the names in each of the optimizer's groups.
@@ -38,6 +39,7 @@ class StateByName(Strategy):
         orders: parameter indices, for each time that some were dealt; None where none are.
     """
 
+    model: nn.Module
     sets: list[ParameterSet]
     parameters: Sequence[nn.Parameter]
     names: Mapping[Tensor, str]
@@ -96,13 +98,16 @@ class StateByName(Strategy):
             yield from ((each, span, part) for span, part in zip(each.ranges, parts, strict=True))
 
     def named_gradients(self, once: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """This rank's elements of each parameter's gradient; once: without those that count elsewhere."""
+        """This rank's elements of the gradients that its update uses, with their parameters' first names.
+
+        once: without those that count on another rank, in a sum in which each element counts once.
+        """
         for each, span, part in self._gradients():
             if not once or self.set_of_slice(each).counts_here:
                 yield self.names[self._parameter(each, span)], part
 
     def gradient_boxes(self) -> Iterator[TensorBox]:
-        """The same as boxes."""
+        """The same as boxes named "gradient.NAME"."""
         for each, span, part in self._gradients():
             parameter = self._parameter(each, span)
             name = f"gradient.{self.names[parameter]}"
@@ -114,10 +119,11 @@ class StateByName(Strategy):
     # The state.
 
     def state_boxes(self) -> Iterator[TensorBox]:
-        """Boxes of what is whole, and of this rank's part of parameters, masters and optimizer state.
+        """Boxes of what is whole, and of this rank's part of the rest, in the same order on its replicas.
 
-        A parameter with several names comes under each of them, as in a state_dict; its optimizer state comes
-        under the first.
+        Parameters, in the precision in which they are updated, and buffers are named "model.NAME", under each
+        of a parameter's names, as in a state_dict. Tensors of the optimizer's state are named
+        "optimizer.NAME.KEY", by the first name.
         """
         slices, parameters = self.slices, self.parameters
         buckets = self.value_buckets()
@@ -164,10 +170,10 @@ class StateByName(Strategy):
                     yield box
 
     def settings(self) -> dict[str, Any]:
-        """The optimizer's groups, the numbers in this rank's part of its state, and the order of the
-        gradients.
+        """The state that is not a tensor: the optimizer's groups by names of parameters, and its numbers.
 
-        A list, as LBFGS keeps, has None in the place of a tensor.
+        A list, as LBFGS keeps, has None in the place of a tensor. "order", if known, has the names in the
+        order in which gradients come: a list for each time that parameters were dealt to buckets.
         """
         optimizer = self.slices.optimizer
         states = [(self._parameter(each, span), state) for each, span, _, state in self.slices.by_parameter()]
@@ -187,7 +193,8 @@ class StateByName(Strategy):
         """Take the groups of `settings`, make the saved run's buckets, and make room for the optimizer state.
 
         A state that was saved before any backward pass, usually empty, is kept whole until the first one
-        makes the buckets.
+        makes the buckets. state: for each parameter the keys of its optimizer state, each with its whole
+        shape and dtype.
         """
         slices = self.slices
         require_same_groups(self.group_names, settings)
