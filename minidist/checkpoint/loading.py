@@ -32,7 +32,7 @@ from minidist.checkpoint.state import (
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.tensor_boxes import TensorBox
-from minidist.parallel.contract.training_state import load_extra_state, state_kinds
+from minidist.parallel.contract.training_state import by_name_and_key, load_extra_state
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
@@ -156,7 +156,7 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
             )
 
     agree(fits, doing)
-    state = state_kinds((name, each.shape, each.dtype) for name, each in index.tensors.items())
+    state = by_name_and_key((name, (each.shape, each.dtype)) for name, each in index.tensors.items())
     agree(lambda: engine.load_state_settings(facts["settings"], state), doing)
     drawn = _fill(engine, index, doing)
     engine.strategy.loaded()

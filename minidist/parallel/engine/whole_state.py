@@ -22,7 +22,7 @@ from minidist import comm
 from minidist.parallel.contract.batch import Pair, is_row_list, joined, mapped, rows_of, split, tensors
 from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards, plain_attributes
 from minidist.parallel.contract.tensor_boxes import TensorBox, common_part
-from minidist.parallel.contract.training_state import state_kinds
+from minidist.parallel.contract.training_state import by_name_and_key
 from minidist.parallel.engine.step_executor import IGNORED
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gathering import gather_values
@@ -56,8 +56,8 @@ class KeptState:
     def restore(self) -> None:
         """Restore the engine, as loading a checkpoint would; an optimizer that has not run gets no state."""
         strategy = self.engine.strategy
-        kinds = ((name, box.shape, box.tensor.dtype) for name, (box, *_) in self.boxes.items())
-        strategy.load_settings(copy.deepcopy(self.of_strategy), state_kinds(kinds))
+        kinds = ((name, (box.shape, box.tensor.dtype)) for name, (box, *_) in self.boxes.items())
+        strategy.load_settings(copy.deepcopy(self.of_strategy), by_name_and_key(kinds))
         strategy.drop()
         for box in strategy.state_boxes():
             for kept in self.boxes[box.name]:  # the first step may have moved the boxes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.contract.tensor_boxes import TensorBox, cut_chunks
-from minidist.parallel.contract.training_state import loadable_tensors, put_in_lists, require_same_groups
+from minidist.parallel.contract.training_state import load_groups, loadable_tensors, put_in_lists
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.optimizer.optimizer_slices import SCALARS, OptimizerSlice, OptimizerSlices
@@ -197,9 +197,7 @@ class StateByName(ABC):
         shape and dtype.
         """
         slices = self.slices
-        require_same_groups(self.group_names, settings)
-        for group, values in zip(slices.optimizer.param_groups, settings["groups"], strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
+        load_groups(slices.optimizer.param_groups, self.group_names, settings["groups"])
         slices.optimizer.state.clear()
         self.undealt_masters.clear()
         self.make_buckets(settings.get("order"), {*state, *settings["state"]})
