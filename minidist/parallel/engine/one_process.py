@@ -110,7 +110,7 @@ class OneProcess:
             make = by_parameters(self._make, model, {})
             parameters = [*model.parameters()]
             optimizer: Any
-            optimizer, updated = optimizer_of_masters(parameters, make, [precision.master] * len(parameters))
+            optimizer, updated = optimizer_of_masters(parameters, make, precision.master)
             masters: dict[Tensor, Tensor] = dict(zip(parameters, updated, strict=True))
             trained = {name: value for part in start.parts for name, value in part.trained.items()}
             for name, parameter in model.named_parameters():

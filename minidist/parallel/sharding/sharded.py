@@ -40,7 +40,8 @@ class Sharded(StateByName):
     Attributes:
         gradient_comm: sums gradients over the ranks of `group`, which is None for all of the world.
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
-        sharded: whether this rank's update uses a share of some gradients, and not all.
+        residency: the row, the same for all sets.
+        sharded: whether this rank's update uses a share of the gradients, and not all.
         gathers: whether `forward` is a collective, which a rank without rows also has to call.
         buckets: hold the parameters, as far as they are dealt.
         on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
@@ -52,8 +53,9 @@ class Sharded(StateByName):
     def __init__(self, sets: Sequence[ParameterSet]) -> None:
         self.sets, (first, *others) = [*sets], sets
         self.gradient_comm, self.group = first.gradient_comm, first.gradient_comm.group
-        self.sharded = any(not param_set.residency.state for param_set in sets)
-        self.gathers = not first.residency.parameters or bool(others)  # rows go to their experts
+        self.residency = first.residency
+        self.sharded = not self.residency.state
+        self.gathers = not self.residency.parameters or bool(others)  # rows go to their experts
         self.on_owners: list[WholeOnOwners] = []
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
 
@@ -164,7 +166,7 @@ class Sharded(StateByName):
         all ranks.
         """
         gradients, (first, *others) = self.gradients(), self.sets
-        over, is_shared = first.gradient_comm.share_group, not first.residency.state
+        over, is_shared = first.gradient_comm.share_group, self.sharded
         if others:
             counted = [each for each in self.slices.all if self.set_of_slice(each).counts_here]
             gradients = [each.tensor.grad for each in counted if each.tensor.grad is not None]

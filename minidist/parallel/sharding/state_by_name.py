@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.parallel.contract.residency import Residency
 from minidist.parallel.contract.tensor_boxes import TensorBox, cut_chunks
 from minidist.parallel.contract.training_state import load_groups, loadable_tensors, put_in_lists
 from minidist.parallel.flat.bucket_layout import ParameterRange
@@ -30,6 +31,7 @@ class StateByName(ABC):
 
     Attributes:
         model: whose parameters they are.
+        residency: what each rank keeps whole.
         sets: all ranks that train the model share the first; some of them share each of the others.
         parameters: by index. names: of each; the first one of a tied parameter. set_of: the set of each.
         group_names: the names in each of the optimizer's groups.
@@ -40,6 +42,7 @@ class StateByName(ABC):
     """
 
     model: nn.Module
+    residency: Residency
     sets: list[ParameterSet]
     parameters: Sequence[nn.Parameter]
     names: Mapping[Tensor, str]
@@ -228,7 +231,7 @@ class StateByName(ABC):
 
     def loaded(self) -> None:
         """Join slices whose state agrees, and let all ranks compute with the loaded values. A collective."""
-        if self.slices.reload() or not self.sets[0].residency.parameters:
+        if self.slices.reload() or not self.residency.parameters:
             self.publish()
         with torch.no_grad():
             for parameter, master in self.undealt_masters.items():
