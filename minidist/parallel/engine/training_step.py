@@ -23,7 +23,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.user_functions import Loss, requires_closure
-from minidist.parallel.engine.evaluation import Evaluation, aligned
+from minidist.parallel.engine import evaluation
 from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
@@ -69,7 +69,6 @@ class Engine:
         kind = StagedPasses if layout.pp > 1 else WholePasses
         self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
         self.mesh, self.tensor_map, self.device = part.mesh, part.tensor_map, self.executor.device
-        self.evaluation = Evaluation(self.executor)
         self._routers = balanced_routers(self.model)
         self.optimizer = strategy.optimizer
         self.optimizer.add_param_group = refuse_growth  # type: ignore[method-assign, assignment]
@@ -269,7 +268,7 @@ class Engine:
         batch sends n - 1 bytes over the data-parallel ranks, and the end as many.
         """
         try:
-            for batch, is_padding in aligned(loader, self.strategy.group):
+            for batch, is_padding in evaluation.aligned(loader, self.strategy.group):
                 self._is_padding = is_padding
                 yield batch
         finally:
@@ -298,7 +297,7 @@ class Engine:
         Returns:
             The mean, the same on all ranks; NaN if there are no rows at all. With `metrics` a dict of means.
         """
-        return self.evaluation.means(inputs, targets, metric, metrics)
+        return evaluation.means(self.executor, inputs, targets, metric, metrics)
 
     def predict(self, inputs: Any) -> Any:
         """The outputs for all ranks' rows, on every rank, without training: those of rank 0's rows first.
@@ -310,7 +309,7 @@ class Engine:
 
         inputs: this rank's rows as for `step`, without targets, possibly none.
         """
-        return self.evaluation.predictions(inputs)
+        return evaluation.predictions(self.executor, inputs)
 
     # The state of the training, whole or in this rank's boxes, and its memory.
 
