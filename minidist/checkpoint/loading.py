@@ -35,6 +35,7 @@ from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.training_state import by_name_and_key, load_extra_state
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.sharding import state_by_name
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Keys that schedulers add to an optimizer's groups."""
@@ -159,7 +160,7 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
     state = by_name_and_key((name, (each.shape, each.dtype)) for name, each in index.tensors.items())
     agree(lambda: engine.load_state_settings(facts["settings"], state), doing)
     drawn = _fill(engine, index, doing)
-    engine.strategy.loaded()
+    state_by_name.loaded(engine.strategy)
 
     def rest() -> None:
         engine.load_settings(facts["engine"])

@@ -6,8 +6,8 @@ at other places, can read what it needs of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,21 @@ class TensorBox(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # where this box begins in it
     tensor: Tensor  # its values, a view of the state: writing to it changes the state
+
+
+def whole_box(name: str, tensor: Tensor) -> TensorBox:
+    """The box of a tensor that this rank has whole."""
+    return TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+
+
+def optimizer_boxes(name: str, state: Mapping[str, Any]) -> Iterator[TensorBox]:
+    """The tensors in a parameter's state; one in a list, as LBFGS keeps, has its index in the key."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield whole_box(f"optimizer.{name}.{key}", value)
+        for i, each in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(each, Tensor):
+                yield whole_box(f"optimizer.{name}.{key}[{i}]", each)
 
 
 def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[TensorBox]:

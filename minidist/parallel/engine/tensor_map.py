@@ -21,6 +21,7 @@ from minidist.parallel.contract.tensor_boxes import TensorBox, common_part
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat.joined_messages import TOGETHER_BYTES, broadcast_together, deal_to_buckets
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.sharding import state_by_name
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.tensor_parallel.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
@@ -90,7 +91,7 @@ class TensorMap:
         """
         if self.mesh.size("pp") == 1:
             return
-        groups = strategy.settings()["groups"]
+        groups = state_by_name.settings(strategy)["groups"]
         number_of = {self.first[name]: i for i, group in enumerate(groups) for name in group["params"]}
         numbers = [number_of.get(name, -1) for name in self._order]
         found = torch.tensor([*numbers, len(groups), -len(groups)], device=self.device)
@@ -114,8 +115,8 @@ class TensorMap:
     def load_settings(
         self, strategy: Sharded, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Restore a strategy from the settings of one process; see `StateByName.load_settings`."""
-        have = [group["params"] for group in strategy.settings()["groups"]]
+        """Restore a strategy from the settings of one process; see `state_by_name.load_settings`."""
+        have = [group["params"] for group in state_by_name.settings(strategy)["groups"]]
         groups = []
         for number, group in enumerate(settings["groups"]):
             saved = [self._local[name] for name in group["params"] if name in self._local]
@@ -129,7 +130,7 @@ class TensorMap:
                 is_cut = cut is not None and tuple(shape) == tuple(cut.shape)
                 here = self._shapes[name] if is_cut else tuple(shape)
                 shapes.setdefault(name, {})[key] = here, dtype
-        strategy.load_settings({**settings, "groups": groups, "state": own}, shapes)
+        state_by_name.load_settings(strategy, {**settings, "groups": groups, "state": own}, shapes)
 
     def boxes(self, boxes: Iterable[TensorBox]) -> Iterator[TensorBox]:
         """Turn a strategy's boxes into boxes of the whole model's tensors, without padding."""
@@ -204,7 +205,7 @@ class TensorMap:
         """
         if self.mesh.size("tp") * self.mesh.size("pp") == 1:
             return strategy.norm()
-        named = strategy.named_gradients(once=True)
+        named = state_by_name.counted_gradients(strategy)
         # Copies count as zeros. The difference keeps what is not finite, which all ranks have to learn of.
         once = (gradient - gradient if name in self._copies else gradient for name, gradient in named)
         return global_norm(once, sharded=True)

@@ -29,6 +29,7 @@ from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.refusals import gradients_are_off, refuse_copy, refuse_growth
+from minidist.parallel.sharding import state_by_name
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.batch_norm import average_statistics
@@ -218,7 +219,7 @@ class Engine:
         if self.before_update is not None:
             self.before_update()
         if factor != 1:
-            strategy.multiply(factor)
+            strategy.rescale(factor, kept=False)
         if updates:
             strategy.update()
             self._updated()
@@ -352,20 +353,20 @@ class Engine:
         weights = {name: state[first[name]] for name in first if first[name] in state}
         yield weights
         self.tensor_map.write(weights, self.state_boxes())
-        self.strategy.loaded()
+        state_by_name.loaded(self.strategy)
 
     def state_boxes(self) -> Iterator[TensorBox]:
-        """This rank's boxes of the whole state, as for `StateByName.state_boxes`."""
-        return self.tensor_map.boxes(self.strategy.state_boxes())
+        """This rank's boxes of the whole state, as for `state_by_name.state_boxes`."""
+        return self.tensor_map.boxes(state_by_name.state_boxes(self.strategy))
 
     def state_settings(self) -> dict[str, Any]:
-        """The state that is not a tensor, as for `StateByName.settings`."""
-        return self.tensor_map.settings(self.strategy.settings())
+        """The state that is not a tensor, as for `state_by_name.settings`."""
+        return self.tensor_map.settings(state_by_name.settings(self.strategy))
 
     def load_state_settings(
         self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Restore the settings and allocate the state, as for `StateByName.load_settings`."""
+        """Restore the settings and allocate the state, as for `state_by_name.load_settings`."""
         self.tensor_map.load_settings(self.strategy, settings, state)
 
     def settings(self) -> dict[str, Any]:

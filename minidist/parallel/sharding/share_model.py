@@ -20,6 +20,7 @@ from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlice
 from minidist.parallel.sharding.sets.equal_start import start_equal
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.state_by_name import keep_whole_masters
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.units.units import weakly
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
@@ -106,5 +107,5 @@ def _share_whole(
         follow_own_methods(optimizer, weakly(shared.after_own_method))
     name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
     shared.model, shared.group_names = model, [[name_of[tensor] for tensor in group] for group in groups]
-    shared.keep_whole_masters()
+    keep_whole_masters(shared)
     return shared

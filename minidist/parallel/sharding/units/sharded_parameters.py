@@ -219,9 +219,6 @@ class ShardedParameters(Sharded):
 
     # A step.
 
-    def clear(self) -> None:
-        """Do nothing: no compression keeps a part of the gradients back."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's rows; units are gathered as they are called."""
         try:

@@ -350,11 +350,6 @@ class WholeParameters(Sharded):
             if gradient is not None:
                 gradient.mul_(factor)
 
-    def clear(self) -> None:
-        """Drop the gradients in the buckets, and what compression has kept back of them."""
-        for param_set in self.sets:
-            param_set.clear()
-
     def publish(self) -> None:
         """Write masters, rounded, into the parameters; all-gather the buckets, if a rank has shares."""
         self.slices.round_masters()
