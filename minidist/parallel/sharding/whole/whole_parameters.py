@@ -127,8 +127,7 @@ class WholeParameters(Sharded):
             claim(self, BY_DATA_PARALLEL, trained)
         self._dealer.number(trained, self.set_of)
         if not self._is_alone:
-            listed = [(self.name_of(index), p) for index, p in enumerate(self.parameters)]
-            self.reducer = Reducer(listed, self.sets, self._overlap, self._dealer.first_round)
+            self.reducer = Reducer(self._dealer, self._overlap)
             self._accumulate(self._accumulates)
 
     def detach(self) -> None:
