@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.values import dtype_named
-from minidist.parallel.contract.strategy import common_part
+from minidist.parallel.contract.tensor_boxes import common_part
 from minidist.parallel.flat.ranges import narrowed
 
 INDEX = "index.json"

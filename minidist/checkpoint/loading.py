@@ -31,10 +31,11 @@ from minidist.checkpoint.state import (
 )
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
-from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.contract.training_state import load_extra_state, state_kinds
+from minidist.parallel.contract.tensor_boxes import TensorBox
+from minidist.parallel.contract.training_state import by_name_and_key, load_extra_state
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.sharding import state_by_name
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Keys that schedulers add to an optimizer's groups."""
@@ -156,10 +157,10 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
             )
 
     agree(fits, doing)
-    state = state_kinds((name, each.shape, each.dtype) for name, each in index.tensors.items())
+    state = by_name_and_key((name, (each.shape, each.dtype)) for name, each in index.tensors.items())
     agree(lambda: engine.load_state_settings(facts["settings"], state), doing)
     drawn = _fill(engine, index, doing)
-    engine.strategy.loaded()
+    state_by_name.loaded(engine.strategy)
 
     def rest() -> None:
         engine.load_settings(facts["engine"])

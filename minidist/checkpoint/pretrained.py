@@ -19,8 +19,9 @@ from torch import Tensor
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
 from minidist.checkpoint.exporting import FILES_INDEX, ONE_FILE
 from minidist.checkpoint.saving import check_engine
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.sharding import state_by_name
 
 
 class InFile(NamedTuple):
@@ -147,7 +148,7 @@ def load_pretrained(
 
     agree(find, doing)
     agree(fill, doing)
-    engine.strategy.loaded()
+    state_by_name.loaded(engine.strategy)
     return found[0][0]
 
 

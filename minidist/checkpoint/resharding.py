@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minidist.checkpoint.errors import CheckpointError
 from minidist.checkpoint.index import Box, Index, Stored
-from minidist.parallel.contract.strategy import TensorBox, common_part
+from minidist.parallel.contract.tensor_boxes import TensorBox, common_part
 from minidist.parallel.flat.ranges import narrowed
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from minidist import comm
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.random_state import random_states, set_random_states

@@ -14,7 +14,7 @@ A package imports only from the floors below it:
 | 3 | training/ | precision, master weights, clipping, recomputation, memory |
 | 3 | averaging/ | parameter server, local SGD |
 | 3 | experts/ | tokens travel to the ranks of their experts; balance; replicas |
-| 2 | contract/ | `Layout`, `Strategy`, records of schedules and recomputation policies, the training state |
+| 2 | contract/ | `Layout`, `TensorBox`, records of schedules and recomputation policies, the training state |
 | 2 | compression/ | float16, top-k, PowerSGD, sparse rows |
 | 2 | sequence_share/ | which tokens of a long sequence a rank holds, and a model that works on them |
 | 1 | context_parallel/ | ring attention, Ulysses |

@@ -22,8 +22,8 @@ from torch import nn
 import minidist as md
 from minidist.checkpoint import checkpoints, folders, index, saving, state, state_dict
 from minidist.model import MLP, Sampler
-from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.contract.tensor_boxes import TensorBox
+from minidist.parallel.sharding import state_by_name
 from tests.conftest import Clusters
 from tests.helpers import contract
 
@@ -254,11 +254,11 @@ def test_another_model_is_refused_and_nothing_changed(
     saved: Path, model: Any, optimizer: Any, text: str
 ) -> None:
     made = engine(model, optimizer if optimizer is contract.ADAMW else lambda p: optimizer(p, lr=0.1))
-    before, settings = made.full_state_dict(), made.strategy.settings()
+    before, settings = made.full_state_dict(), state_by_name.settings(made.strategy)
     with pytest.raises(md.CheckpointError, match=text):
         md.load(made, saved / "step-00000002")
     assert same(made.full_state_dict(), before)
-    assert made.strategy.settings() == settings
+    assert state_by_name.settings(made.strategy) == settings
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -485,8 +485,8 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
             if fault == "full":  # like a full disk: a file cannot grow
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
             elif fault == "missing":
-                state_boxes = Sharded.state_boxes
-                patch.setattr(Sharded, "state_boxes", lambda self: list(moved(state_boxes(self))))
+                state_boxes = state_by_name.state_boxes
+                patch.setattr(state_by_name, "state_boxes", lambda shared: list(moved(state_boxes(shared))))
             elif fault == "forgotten":
                 write = saving.write_boxes
 
@@ -582,10 +582,10 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_whole(
 
 def test_a_strategy_that_forgets_a_box_is_found(tmp_path: Path, monkeypatch: Any) -> None:
     made = trained()
-    boxes = [*made.strategy.state_boxes()]
+    boxes = [*state_by_name.state_boxes(made.strategy)]
     half = boxes[0].tensor[:2]
     short = [TensorBox(boxes[0].name, boxes[0].shape, boxes[0].offsets, half), *boxes[1:]]
-    monkeypatch.setattr(made.strategy, "state_boxes", lambda: iter(short))
+    monkeypatch.setattr(state_by_name, "state_boxes", lambda _: iter(short))
     with pytest.raises(md.CheckpointError, match=r"hold 12 elements, and the tensor of shape .5, 6. has 30"):
         md.save(made, tmp_path / "one")
 

@@ -23,8 +23,7 @@ from minidist.benchmarks.harness.training.plain_ladder import LadderWork, RungFo
 from minidist.benchmarks.harness.training.programs import Program, Ran
 from minidist.benchmarks.harness.training.rounds import Job
 from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, Work
-from minidist.parallel.contract.memory_report import Memory, memory_of
-from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.contract.memory_report import Memory, ResidentTensors, memory_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.plain import muon
 

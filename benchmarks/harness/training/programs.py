@@ -20,8 +20,7 @@ from minidist.benchmarks.harness.training.what_is_trained import ADAMW, SEED, Ba
 from minidist.model.loss import cross_entropy
 from minidist.model.matmul import Linear
 from minidist.model.mlp import MLP
-from minidist.parallel.contract.memory_report import Memory, memory_of
-from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.contract.memory_report import Memory, ResidentTensors, memory_of
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.layerwise.layer_by_layer import cut
 from minidist.parallel.tensor_parallel.plans import plan_for

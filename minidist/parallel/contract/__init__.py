@@ -1,4 +1,4 @@
-"""The contract between the engine and the strategies, and the records that all of them read.
+"""What layouts, strategies and engines promise each other: the records that all of them read.
 
 | File | Holds |
 |---|---|
@@ -10,7 +10,7 @@
 | user_functions.py | the functions that a caller gives: a loss, one that makes an optimizer |
 | kept_attributes.py | put modules and functions back as a call found them |
 | batch.py | tensors in any structure, by rows |
-| strategy.py | `Strategy`: what an engine asks of the data-parallel ranks; `TensorBox` |
+| tensor_boxes.py | `TensorBox`: a part of a tensor of the training state, as a rank holds it |
 | training_state.py | an optimizer's state by parameter names |
 | memory_report.py | `Memory`: bytes by purpose; which storages count |
 """

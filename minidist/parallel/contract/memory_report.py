@@ -10,16 +10,24 @@ section 3, for the parts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the estimate of memory is a formula, and runs without torch
     from torch import Tensor
 
-    from minidist.parallel.contract.strategy import ResidentTensors
-
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentTensors:
+    """The tensors that a rank keeps between steps, by purpose."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    optimizer: Sequence[Tensor]
+    buffers: Sequence[Tensor]
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,12 @@ state that another layout can load has to use names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.strategy import TensorBox
-
+T = TypeVar("T")
 EXTRA_STATE = "_extra_state"
 """The last part of such names in a state_dict."""
 
@@ -69,31 +66,14 @@ def load_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
             module.set_extra_state(saved[key])
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Parameter name, key and tensor of all tensors in an optimizer's state, in the order of its groups.
-
-    A tensor in a list, such as those of LBFGS, has its index in the key: "old_dirs[0]".
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield names[parameter], key, value
-                for i, each in enumerate(value if isinstance(value, list) else ()):
-                    if isinstance(each, Tensor):
-                        yield names[parameter], f"{key}[{i}]", each
-
-
-def state_kinds(tensors: Iterable[tuple[str, Any, torch.dtype]]) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """Shape and dtype of an optimizer's state by parameter and key, from those of "optimizer.NAME.KEY"."""
-    found: dict[str, dict[str, tuple[Any, Any]]] = {}
-    for full, *kind in tensors:
-        kind_of, _, rest = full.partition(".")
-        if kind_of == "optimizer":
+def by_name_and_key(named: Iterable[tuple[str, T]]) -> dict[str, dict[str, T]]:
+    """What is given for "optimizer.NAME.KEY", such as a tensor or its kind, by parameter and key."""
+    found: dict[str, dict[str, T]] = {}
+    for full, given in named:
+        kind, _, rest = full.partition(".")
+        if kind == "optimizer":
             name, _, key = rest.rpartition(".")
-            found.setdefault(name, {})[key] = kind[0], kind[1]
+            found.setdefault(name, {})[key] = given
     return found
 
 
@@ -105,73 +85,18 @@ def put_in_lists(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def whole_chunks(
-    model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None
-) -> Iterator[TensorBox]:
-    """The boxes of a model and an optimizer that this rank has whole. `masters` stand for parameters."""
-    masters = masters or {}
-    values = loadable_tensors(model)
-    named = [("model." + name, masters.get(value, value)) for name, value in values.items()]
-    names = names_of(model)
-    state = optimizer_tensors(optimizer, {masters.get(p, p): name for p, name in names.items()})
-    for name, tensor in (*named, *((f"optimizer.{name}.{key}", value) for name, key, value in state)):
-        yield TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+def load_groups(
+    groups: Sequence[dict[str, Any]], have: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give an optimizer's groups the options of saved ones; ValueError if those are of other parameters.
 
-
-def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The optimizer's groups, with names for parameters, and the values in its state that are not tensors.
-
-    A list has None in the place of a tensor.
+    have: the names of the parameters in each of `groups`.
     """
-    groups = [
-        {**group, "params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    state = {
-        names[parameter]: {
-            k: [None if isinstance(x, Tensor) else x for x in v] if isinstance(v, list) else v
-            for k, v in values.items()
-            if not isinstance(v, Tensor)
-        }
-        for parameter, values in optimizer.state.items()
-    }
-    return {"groups": groups, "state": {name: values for name, values in state.items() if values}}
-
-
-def require_same_groups(have: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> None:
-    """ValueError if an optimizer's groups have other parameters than the saved groups."""
-    saved = [group["params"] for group in settings["groups"]]
-    if [*map(list, have)] != [*map(list, saved)]:
+    if [*map(list, have)] != [list(group["params"]) for group in saved]:
         raise ValueError(
             f"the optimizer has {len(have)} groups of {[len(group) for group in have]} parameters, and the "
-            f"saved one {len(saved)} of {[len(group) for group in saved]}; prepare it as when it was saved"
+            f"saved one {len(saved)} of {[len(group['params']) for group in saved]}; prepare it as when it "
+            "was saved"
         )
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[Tensor, str],
-    settings: Mapping[str, Any],
-    state: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Restore an optimizer's groups, and allocate tensors for the state that is to be loaded.
-
-    Args:
-        names: of the optimizer's parameters.
-        settings: as `optimizer_settings` returned them; ValueError if their groups differ from the
-            optimizer's.
-        state: for each name the keys of its optimizer state, each with shape and dtype.
-    """
-    have = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    require_same_groups(have, settings)
-    for group, values in zip(optimizer.param_groups, settings["groups"], strict=True):
+    for group, values in zip(groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
-    optimizer.state.clear()
-    for parameter, name in names.items():
-        values = {
-            key: torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
-            for key, (shape, dtype) in state.get(name, {}).items()
-        }
-        values |= deepcopy(settings["state"].get(name, {}))
-        if values:
-            optimizer.state[parameter] = put_in_lists(values)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from minidist._arguments import is_number
-from minidist.parallel.contract.strategy import common_part
+from minidist.parallel.contract.tensor_boxes import common_part
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.sharding import state_by_name
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A box of a parameter: its name, where it begins in the whole parameter, its sizes."""
@@ -99,7 +100,7 @@ class EMA:
             kept = weights[box].clone()
             weights[box].copy_(average)
             average.copy_(kept)
-        self.engine.strategy.loaded()
+        state_by_name.loaded(self.engine.strategy)
         self._applied = not self._applied
 
     def _weights(self) -> dict[Box, Tensor]:

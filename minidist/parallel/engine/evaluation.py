@@ -33,71 +33,66 @@ from minidist.parallel.guards.refusals import require_metric
 from minidist.parallel.training.batch_norm import average_statistics
 
 
-class Evaluation:
-    """Runs an engine's passes without training."""
-
-    def __init__(self, executor: StepExecutor) -> None:
-        self.executor, self.strategy, self.device = executor, executor.strategy, executor.device
-        self.model, self.mesh, self.layout = executor.part.model, executor.part.mesh, executor.layout
-
-    def means(
-        self,
-        inputs: Any,
-        targets: Any,
-        metric: Loss | None,
-        metrics: Mapping[str, Loss | None] | None,
-    ) -> Any:
-        """For `Engine.evaluate`: the mean of one metric, or a dict with the means of several."""
-        named = {"": metric} if metrics is None else dict(metrics)
-        for each in named.values():
-            require_metric(each)
-            if takes_model(each) and self.layout.pp > 1:
-                raise ValueError(
-                    f"the metric takes the model, and the layout has pp={self.layout.pp}, where no rank can "
-                    "call the whole model; give a metric of outputs and targets"
-                )
-        if callable(targets):
-            raise TypeError(
-                "targets are a function; name a metric, as in engine.evaluate(loader, metric=accuracy)"
+def means(
+    executor: StepExecutor,
+    inputs: Any,
+    targets: Any,
+    metric: Loss | None,
+    metrics: Mapping[str, Loss | None] | None,
+) -> Any:
+    """For `Engine.evaluate`: the mean of one metric, or a dict with the means of several."""
+    part, group = executor.part, executor.strategy.group
+    named = {"": metric} if metrics is None else dict(metrics)
+    for each in named.values():
+        require_metric(each)
+        if takes_model(each) and executor.layout.pp > 1:
+            raise ValueError(
+                f"the metric takes the model, and the layout has pp={executor.layout.pp}, where no rank can "
+                "call the whole model; give a metric of outputs and targets"
             )
-        total = torch.zeros(len(named), 2, dtype=torch.float64, device=self.device)
-        average_statistics(self.model, self.strategy.group)
-        is_one = self.executor.objective.takes_model
-        loads = targets is NOTHING and is_loader(inputs)
-        with evaluating([self.model]):
-            for batch, is_padding in aligned(inputs, self.strategy.group) if loads else [(inputs, False)]:
-                for pair in pairs_of(batch, targets, is_one):
-                    require_batch(*pair)
-                    is_empty = not rows_of(pair[0])
-                    if self.executor.meets or not is_empty:
-                        own = self.executor.own_batch(with_a_row(pair), is_padding or is_empty)
-                        total += self.executor.evaluate(own, [*named.values()])
-        comm.all_reduce(total, group=self.strategy.group)
-        if self.mesh.size("pp") > 1:
-            comm.all_reduce(total, group=self.mesh.group("pp"))
-        means = [value / weight if weight else math.nan for value, weight in total.tolist()]
-        return means[0] if metrics is None else dict(zip(named, means, strict=True))
+    if callable(targets):
+        raise TypeError(
+            "targets are a function; name a metric, as in engine.evaluate(loader, metric=accuracy)"
+        )
+    total = torch.zeros(len(named), 2, dtype=torch.float64, device=executor.device)
+    average_statistics(part.model, group)
+    is_one = executor.objective.takes_model
+    loads = targets is NOTHING and is_loader(inputs)
+    with evaluating([part.model]):
+        for batch, is_padding in aligned(inputs, group) if loads else [(inputs, False)]:
+            for pair in pairs_of(batch, targets, is_one):
+                require_batch(*pair)
+                is_empty = not rows_of(pair[0])
+                if executor.meets or not is_empty:
+                    own = executor.own_batch(with_a_row(pair), is_padding or is_empty)
+                    total += executor.evaluate(own, [*named.values()])
+    comm.all_reduce(total, group=group)
+    if part.mesh.size("pp") > 1:
+        comm.all_reduce(total, group=part.mesh.group("pp"))
+    found = [value / weight if weight else math.nan for value, weight in total.tolist()]
+    return found[0] if metrics is None else dict(zip(named, found, strict=True))
 
-    def predictions(self, inputs: Any) -> Any:
-        """For `Engine.predict`: the outputs for all ranks' rows, on every rank."""
-        require_batch(inputs, inputs)
-        average_statistics(self.model, self.strategy.group)
-        found = None
-        if rows_of(inputs) or self.executor.meets:
-            own = self.executor.own_batch((with_a_row(inputs),) * 2)
-            with evaluating([self.model]):
-                found = self.executor.predict(own.inputs)
-        found = mapped(Tensor.cpu, found) if rows_of(inputs) else None
-        if self.mesh.size("pp") > 1:
-            stages = gather_values(found, self.mesh.group("pp"))
-            found = next((each for each in stages if each is not None), None)  # the last stage's
-        if (share := self.executor.part.token_share) is not None:
-            parts = gather_values(found, share.group)
-            found = None if found is None else _restored(parts, found, share.length or 0)
-        everyones = [each for each in gather_values(found, self.mesh.group("dp")) if each is not None]
-        if not everyones:
-            raise ValueError("no rank has rows to predict; give at least one of them a row")
-        return to_device(joined(everyones, found), self.device)
+
+def predictions(executor: StepExecutor, inputs: Any) -> Any:
+    """For `Engine.predict`: the outputs for all ranks' rows, on every rank."""
+    require_batch(inputs, inputs)
+    part, found = executor.part, None
+    average_statistics(part.model, executor.strategy.group)
+    if rows_of(inputs) or executor.meets:
+        own = executor.own_batch((with_a_row(inputs),) * 2)
+        with evaluating([part.model]):
+            found = executor.predict(own.inputs)
+    found = mapped(Tensor.cpu, found) if rows_of(inputs) else None
+    if part.mesh.size("pp") > 1:
+        stages = gather_values(found, part.mesh.group("pp"))
+        found = next((each for each in stages if each is not None), None)  # the last stage's
+    if (share := part.token_share) is not None:
+        parts = gather_values(found, share.group)
+        found = None if found is None else _restored(parts, found, share.length or 0)
+    everyones = [each for each in gather_values(found, part.mesh.group("dp")) if each is not None]
+    if not everyones:
+        raise ValueError("no rank has rows to predict; give at least one of them a row")
+    return to_device(joined(everyones, found), executor.device)
 
 
 def _restored(parts: list[Any], like: Any, length: int) -> Any:

@@ -20,12 +20,12 @@ from minidist.parallel.contract.batch import call, rows_of
 from minidist.parallel.contract.kept_attributes import KeptAttributes, cells_of, computed, copied, forwards
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
-    load_optimizer,
+    by_name_and_key,
+    load_groups,
+    loadable_tensors,
     names_of,
-    optimizer_settings,
     parameter_like,
-    state_kinds,
-    whole_chunks,
+    put_in_lists,
 )
 from minidist.parallel.contract.user_functions import Loss, by_parameters, requires_closure
 from minidist.parallel.engine.step_executor import Objective, Weight, weighted
@@ -110,19 +110,30 @@ class OneProcess:
             make = by_parameters(self._make, model, {})
             parameters = [*model.parameters()]
             optimizer: Any
-            optimizer, updated = optimizer_of_masters(parameters, make, [precision.master] * len(parameters))
+            optimizer, updated = optimizer_of_masters(parameters, make, precision.master)
             masters: dict[Tensor, Tensor] = dict(zip(parameters, updated, strict=True))
             trained = {name: value for part in start.parts for name, value in part.trained.items()}
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
             names = {masters.get(p, p): name for p, name in names_of(model).items()}
             numbers = {name: value for part in start.parts for name, value in part.numbers.items()}
-            settings = {"groups": copy.deepcopy(start.groups), "state": numbers}
-            kinds = ((name, x.shape, x.dtype) for name, x in start.tensors.items())
-            load_optimizer(optimizer, names, settings, state_kinds(kinds))
-            for box in whole_chunks(model, optimizer, masters):
-                if box.name in start.tensors:
-                    box.tensor.copy_(start.tensors[box.name])
+            have = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+            load_groups(optimizer.param_groups, have, copy.deepcopy(start.groups))
+            saved = by_name_and_key(start.tensors.items())
+            optimizer.state.clear()
+            for p, name in names.items():
+                of_parameter = saved.get(name, {}).items()
+                state = {k: x.to(p.device if x.dim() else "cpu", copy=True) for k, x in of_parameter}
+                if state := {**copy.deepcopy(numbers.get(name, {})), **state}:
+                    optimizer.state[p] = put_in_lists(state)
+
+            def values() -> dict[str, Tensor]:
+                named = loadable_tensors(model).items()
+                return {f"model.{name}": masters.get(x, x).detach() for name, x in named}
+
+            for name, value in values().items():
+                if name in start.tensors:
+                    value.copy_(start.tensors[name])
             objective = Objective(self._loss, model)
             quiet = RandomOff(alone=True, others=start.elsewhere)
 
@@ -167,15 +178,13 @@ class OneProcess:
             if routers := balanced_routers(model):
                 balance_experts(routers)
             self.last_bit = max(self.last_bit, quiet.last_bit)
-            after = whole_chunks(model, optimizer, masters)
-            found |= {box.name: box.tensor for box in after if box.name.startswith("model.")}
-            return outcome(loss, norm, found, bits)
+            return outcome(loss, norm, found | values(), bits)
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that the user's function makes of the model's parameters."""
         optimizer = by_parameters(self._make, self.model, {})(self.model.parameters())
-        found: list[dict[str, Any]] = optimizer_settings(optimizer, {**names_of(self.model)})["groups"]
-        return found
+        names = names_of(self.model)
+        return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
     @contextmanager
     def _without_trace(self, start: TrainingState) -> Iterator[None]:

@@ -21,6 +21,7 @@ from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
+from minidist.parallel.sharding import state_by_name
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.batch_norm import synchronize
@@ -182,7 +183,7 @@ def prepare(
                 each.gradient_comm.waits_in_backward = layout.cp * layout.ep > 1 or batch_norm is not None
         if exact:  # masters start from rank 0's values in float32, and not from the rounded ones
             broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
-            part.tensor_map.write(exact, part.tensor_map.boxes(strategy.state_boxes()))
+            part.tensor_map.write(exact, part.tensor_map.boxes(state_by_name.state_boxes(strategy)))
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, BY_ENGINE, model.parameters())
         engine.rehearsal = rehearsal

@@ -30,7 +30,7 @@ from minidist.kernels.measure.cpu_peaks import available_memory
 from minidist.parallel.contract.batch import Pair, tensors
 from minidist.parallel.contract.kept_attributes import differs, plain_attributes
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.engine.one_process import OneProcess, outcome
 from minidist.parallel.engine.step_difference import (
     CUT,
@@ -53,6 +53,7 @@ from minidist.parallel.engine.whole_state import (
 )
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
+from minidist.parallel.sharding import state_by_name
 from minidist.parallel.training.batch_norm import fixed_batch_norms
 from minidist.parallel.training.comparable_steps import RandomOff
 
@@ -248,7 +249,7 @@ class Rehearsal:
         """Copy the gradients just before the update, in 32 bits at least."""
         with held_back():
             self._norm = engine.tensor_map.norm(engine.strategy) / scale
-        for box in engine.tensor_map.boxes(engine.strategy.gradient_boxes()):
+        for box in engine.tensor_map.boxes(state_by_name.gradient_boxes(engine.strategy)):
             kind = torch.promote_types(box.tensor.dtype, torch.float32)
             self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import joined, rows_of
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.step_executor import Factor, RankBatch, StepExecutor, Weight, times
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.tied_parameters import copy_from_first, sum_tied
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
 
 
@@ -35,7 +35,7 @@ class StagedPasses(StepExecutor):
     """
 
     def __init__(
-        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss | None, precision: Precision
+        self, part: RankModel, strategy: Sharded, layout: Layout, loss: Loss | None, precision: Precision
     ) -> None:
         super().__init__(part, strategy, layout, loss, precision)
         self.group = part.mesh.group("pp")

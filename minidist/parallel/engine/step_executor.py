@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import Pair, call, mapped, rows_of, split, tensors, to_device
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.engine.partition_model import RankModel
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.tensor_parallel.vocabulary import gather_logits, vocab_parallel_cross_entropy
 from minidist.parallel.training.batch_norm import synchronized
 from minidist.parallel.training.precision import Precision
@@ -66,7 +66,7 @@ class StepExecutor(ABC):
     """Runs the passes of `part`, this rank's part of a model; `strategy` sums the gradients."""
 
     def __init__(
-        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss | None, precision: Precision
+        self, part: RankModel, strategy: Sharded, layout: Layout, loss: Loss | None, precision: Precision
     ) -> None:
         self.part, self.strategy, self.layout = part, strategy, layout
         self.objective, self.precision = Objective(loss, part.model), precision

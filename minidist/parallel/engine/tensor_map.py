@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
-from minidist.parallel.contract.strategy import Strategy, TensorBox, common_part
+from minidist.parallel.contract.tensor_boxes import TensorBox, common_part
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat.joined_messages import TOGETHER_BYTES, broadcast_together, deal_to_buckets
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.sharding import state_by_name
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.tensor_parallel.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
 
@@ -79,7 +81,7 @@ class TensorMap:
         self._copies_of_state = {"model": uncut, "optimizer": {self.first[name] for name in self._copies}}
         self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
 
-    def join_groups(self, strategy: Strategy) -> None:
+    def join_groups(self, strategy: Sharded) -> None:
         """Join the optimizer's groups of all stages into those of one process; a collective with a pipeline.
 
         Sends 2 (n - 1) / n 8 (P + 2) bytes for P parameters of the whole model.
@@ -89,7 +91,7 @@ class TensorMap:
         """
         if self.mesh.size("pp") == 1:
             return
-        groups = strategy.settings()["groups"]
+        groups = state_by_name.settings(strategy)["groups"]
         number_of = {self.first[name]: i for i, group in enumerate(groups) for name in group["params"]}
         numbers = [number_of.get(name, -1) for name in self._order]
         found = torch.tensor([*numbers, len(groups), -len(groups)], device=self.device)
@@ -111,10 +113,10 @@ class TensorMap:
         return {**settings, "groups": groups, "state": state}
 
     def load_settings(
-        self, strategy: Strategy, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+        self, strategy: Sharded, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Restore a strategy from the settings of one process; the arguments of `Strategy.load_settings`."""
-        have = [group["params"] for group in strategy.settings()["groups"]]
+        """Restore a strategy from the settings of one process; see `state_by_name.load_settings`."""
+        have = [group["params"] for group in state_by_name.settings(strategy)["groups"]]
         groups = []
         for number, group in enumerate(settings["groups"]):
             saved = [self._local[name] for name in group["params"] if name in self._local]
@@ -128,7 +130,7 @@ class TensorMap:
                 is_cut = cut is not None and tuple(shape) == tuple(cut.shape)
                 here = self._shapes[name] if is_cut else tuple(shape)
                 shapes.setdefault(name, {})[key] = here, dtype
-        strategy.load_settings({**settings, "groups": groups, "state": own}, shapes)
+        state_by_name.load_settings(strategy, {**settings, "groups": groups, "state": own}, shapes)
 
     def boxes(self, boxes: Iterable[TensorBox]) -> Iterator[TensorBox]:
         """Turn a strategy's boxes into boxes of the whole model's tensors, without padding."""
@@ -195,7 +197,7 @@ class TensorMap:
         comm.all_reduce(whole, group=self._expert_ranks if name in self._experts else self._tp)
         return whole
 
-    def norm(self, strategy: Strategy) -> float:
+    def norm(self, strategy: Sharded) -> float:
         """The norm of the whole model's gradients, in which each element counts once; the same on all ranks.
 
         Sends 2 (n - 1) / n 8 bytes: with tp or pp over all ranks of the world, otherwise over the ranks that
@@ -203,7 +205,7 @@ class TensorMap:
         """
         if self.mesh.size("tp") * self.mesh.size("pp") == 1:
             return strategy.norm()
-        named = strategy.named_gradients(once=True)
+        named = state_by_name.counted_gradients(strategy)
         # Copies count as zeros. The difference keeps what is not finite, which all ranks have to learn of.
         once = (gradient - gradient if name in self._copies else gradient for name, gradient in named)
         return global_norm(once, sharded=True)

@@ -21,14 +21,16 @@ from minidist import comm
 from minidist.parallel.contract.batch import NOTHING, check_rows, is_list, pairs_of, shapes, tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, memory_of
-from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.user_functions import Loss, requires_closure
-from minidist.parallel.engine.evaluation import Evaluation, aligned
+from minidist.parallel.engine import evaluation
 from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.refusals import gradients_are_off, refuse_copy, refuse_growth
+from minidist.parallel.sharding import state_by_name
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.clipping import clip_factor
@@ -57,7 +59,7 @@ class Engine:
     def __init__(
         self,
         part: RankModel,
-        strategy: Strategy,
+        strategy: Sharded,
         layout: Layout,
         loss: Loss | None,
         precision: Precision,
@@ -68,7 +70,6 @@ class Engine:
         kind = StagedPasses if layout.pp > 1 else WholePasses
         self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
         self.mesh, self.tensor_map, self.device = part.mesh, part.tensor_map, self.executor.device
-        self.evaluation = Evaluation(self.executor)
         self._routers = balanced_routers(self.model)
         self.optimizer = strategy.optimizer
         self.optimizer.add_param_group = refuse_growth  # type: ignore[method-assign, assignment]
@@ -218,7 +219,7 @@ class Engine:
         if self.before_update is not None:
             self.before_update()
         if factor != 1:
-            strategy.multiply(factor)
+            strategy.rescale(factor, kept=False)
         if updates:
             strategy.update()
             self._updated()
@@ -268,7 +269,7 @@ class Engine:
         batch sends n - 1 bytes over the data-parallel ranks, and the end as many.
         """
         try:
-            for batch, is_padding in aligned(loader, self.strategy.group):
+            for batch, is_padding in evaluation.aligned(loader, self.strategy.group):
                 self._is_padding = is_padding
                 yield batch
         finally:
@@ -297,7 +298,7 @@ class Engine:
         Returns:
             The mean, the same on all ranks; NaN if there are no rows at all. With `metrics` a dict of means.
         """
-        return self.evaluation.means(inputs, targets, metric, metrics)
+        return evaluation.means(self.executor, inputs, targets, metric, metrics)
 
     def predict(self, inputs: Any) -> Any:
         """The outputs for all ranks' rows, on every rank, without training: those of rank 0's rows first.
@@ -309,7 +310,7 @@ class Engine:
 
         inputs: this rank's rows as for `step`, without targets, possibly none.
         """
-        return self.evaluation.predictions(inputs)
+        return evaluation.predictions(self.executor, inputs)
 
     # The state of the training, whole or in this rank's boxes, and its memory.
 
@@ -352,20 +353,20 @@ class Engine:
         weights = {name: state[first[name]] for name in first if first[name] in state}
         yield weights
         self.tensor_map.write(weights, self.state_boxes())
-        self.strategy.loaded()
+        state_by_name.loaded(self.strategy)
 
     def state_boxes(self) -> Iterator[TensorBox]:
-        """This rank's boxes of the whole state, as for `Strategy.state_boxes`."""
-        return self.tensor_map.boxes(self.strategy.state_boxes())
+        """This rank's boxes of the whole state, as for `state_by_name.state_boxes`."""
+        return self.tensor_map.boxes(state_by_name.state_boxes(self.strategy))
 
     def state_settings(self) -> dict[str, Any]:
-        """The state that is not a tensor, as for `Strategy.settings`."""
-        return self.tensor_map.settings(self.strategy.settings())
+        """The state that is not a tensor, as for `state_by_name.settings`."""
+        return self.tensor_map.settings(state_by_name.settings(self.strategy))
 
     def load_state_settings(
         self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Restore the settings and allocate the state, as for `Strategy.load_settings`."""
+        """Restore the settings and allocate the state, as for `state_by_name.load_settings`."""
         self.tensor_map.load_settings(self.strategy, settings, state)
 
     def settings(self) -> dict[str, Any]:

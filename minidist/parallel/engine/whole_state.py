@@ -21,12 +21,13 @@ from torch.nn import functional
 from minidist import comm
 from minidist.parallel.contract.batch import Pair, is_row_list, joined, mapped, rows_of, split, tensors
 from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards, plain_attributes
-from minidist.parallel.contract.strategy import TensorBox, common_part
-from minidist.parallel.contract.training_state import state_kinds
+from minidist.parallel.contract.tensor_boxes import TensorBox, common_part
+from minidist.parallel.contract.training_state import by_name_and_key
 from minidist.parallel.engine.step_executor import IGNORED
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.sharding import state_by_name
 from minidist.parallel.training.comparable_steps import MARGIN
 from minidist.parallel.training.random_state import random_states, set_random_states
 
@@ -39,9 +40,9 @@ class KeptState:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
-        self.of_strategy = copy.deepcopy(engine.strategy.settings())
+        self.of_strategy = copy.deepcopy(state_by_name.settings(engine.strategy))
         self.boxes: dict[str, list[TensorBox]] = defaultdict(list)
-        for box in engine.strategy.state_boxes():
+        for box in state_by_name.state_boxes(engine.strategy):
             self.boxes[box.name].append(box._replace(tensor=box.tensor.clone()))
         self.attributes = KeptAttributes(engine.model, engine.loss)
         self.random = random_states()
@@ -56,16 +57,16 @@ class KeptState:
     def restore(self) -> None:
         """Restore the engine, as loading a checkpoint would; an optimizer that has not run gets no state."""
         strategy = self.engine.strategy
-        kinds = ((name, box.shape, box.tensor.dtype) for name, (box, *_) in self.boxes.items())
-        strategy.load_settings(copy.deepcopy(self.of_strategy), state_kinds(kinds))
+        kinds = ((name, (box.shape, box.tensor.dtype)) for name, (box, *_) in self.boxes.items())
+        state_by_name.load_settings(strategy, copy.deepcopy(self.of_strategy), by_name_and_key(kinds))
         strategy.drop()
-        for box in strategy.state_boxes():
+        for box in state_by_name.state_boxes(strategy):
             for kept in self.boxes[box.name]:  # the first step may have moved the boxes
                 common = common_part(box.offsets, box.tensor.shape, kept.offsets, kept.tensor.shape)
                 if common is not None:
                     here, there, sizes = common
                     narrowed(box.tensor, here, sizes).copy_(narrowed(kept.tensor, there, sizes))
-        strategy.loaded()
+        state_by_name.loaded(strategy)
         self.engine.load_settings(self.settings)
         self.engine.grad_norm = self.norm
         self.attributes.restore()

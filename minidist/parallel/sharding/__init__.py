@@ -31,7 +31,7 @@ Where memory is given back:
 | ../contract/residency.py | who keeps what whole? The table, and what follows from a row |
 | share_model.py | `share_model`: which strategy trains a model? |
 | sharded.py | `Sharded`, the base of whole/ and units/: what does every row do in a step? |
-| state_by_name.py | `StateByName`, the base of that: what does a checkpoint save of this rank? |
+| state_by_name.py | `state_boxes`, `settings`: what does a checkpoint save of this rank? |
 | sets/ | which parameters are shared in one way, and by which ranks? |
 | whole/ | parameters are whole: when is a bucket of gradients sent? |
 | units/ | parameters are not whole: when is a unit gathered, reduced and freed? |

@@ -1,47 +1,120 @@
 """`Sharded`: the engine's strategy for plain data parallelism and ZeRO 1 to 3, whatever each rank keeps.
 
+The engine's step (engine/training_step.py) is the same for all rows of the table, and calls these methods.
 The table in contract/residency.py decides: data parallelism and ZeRO 1 to 3 are this one strategy with four
 rows. A model may have several sets of parameters, each with its row and its ranks (parameter_set.py). How
 gradients come to be sums differs: where parameters are whole, whenever some arrive (whole_parameters.py);
 otherwise when a unit of the model is left (sharded_parameters.py). From there on all rows do the same, which
-is here, and state_by_name.py knows where each part of the state lies.
+is here, and state_by_name.py tells where each part of the state lies.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.contract.memory_report import ResidentTensors
+from minidist.parallel.contract.tensor_boxes import optimizer_boxes
+from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlice, OptimizerSlices
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
 from minidist.parallel.training import clipping
 
 
-class Sharded(StateByName):
-    """Parameters that ranks train together, each keeping what a row of the table says.
+class Sharded(ABC):
+    """Parameters that the ranks of a group train together, each keeping what a row of the table says.
 
     With the row of data parallelism that is everything, and only the gradients' sums are shared.
 
+    In a step the engine calls `zero_grad`, then `forward` and a backward pass for each micro-batch. All but
+    the last are inside `no_sync`, and `begin_final_backward` comes before the last backward pass. Then follow
+    `synchronize`, perhaps `rescale`, and `update`, or `drop` if the step is skipped. A pipeline computes
+    without `forward`: it calls `ready` first, and `begin_final_backward` before the last backward pass, or
+    after it if all were inside `no_sync`.
+
     Attributes:
+        model: the whole model, or the part of it that these ranks train.
+        sets: all ranks that train the model share the first; some of them share each of the others.
+        gradient_comm: sums gradients over the ranks of `group`, which is None for all of the world.
+        parameters: by index. names: of each; the first one of a tied parameter. set_of: the set of each.
+        optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
+        group_names: the names in each of the optimizer's groups.
+        slices: this rank's part.
+        residency: the row, the same for all sets.
+        sharded: whether this rank's update uses a share of the gradients, and not all.
+        gathers: whether `forward` is a collective, which a rank without rows also has to call.
         buckets: hold the parameters, as far as they are dealt.
         on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
+        undealt: indices of parameters in no bucket yet, where a share of them will have the state.
+        undealt_masters: their whole masters until then.
+        orders: parameter indices, for each time that some were dealt; None where none are.
     """
 
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
+    names: Mapping[Tensor, str]
+    set_of: dict[Tensor, ParameterSet]
+    optimizer: torch.optim.Optimizer
+    group_names: Sequence[Sequence[str]]
+    slices: OptimizerSlices
     buckets: list[Bucket]
+    undealt: list[int]
+    undealt_masters: dict[Tensor, Tensor]
+    orders: list[list[int]] | None
 
     def __init__(self, sets: Sequence[ParameterSet]) -> None:
         self.sets, (first, *others) = [*sets], sets
         self.gradient_comm, self.group = first.gradient_comm, first.gradient_comm.group
-        self.sharded = any(not param_set.residency.state for param_set in sets)
-        self.gathers = not first.residency.parameters or bool(others)  # rows go to their experts
+        self.residency = first.residency
+        self.sharded = not self.residency.state
+        self.gathers = not self.residency.parameters or bool(others)  # rows go to their experts
         self.on_owners: list[WholeOnOwners] = []
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model's outputs for this rank's rows."""
+
+    def ready(self) -> None:  # noqa: B027 (units prepare themselves, as they are called)
+        """Prepare for forward passes that do not call `forward`."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, more backward passes follow: gradients that are kept whole are not sent yet."""
+
+    @abstractmethod
+    def synchronize(self) -> tuple[float, float]:
+        """Wait until the gradients are complete; returns weight and loss, summed over the ranks."""
+
+    @abstractmethod
+    def update(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the optimizer's step; every rank then computes with the new parameters.
+
+        closure: for an optimizer that requires one: runs all passes and `synchronize`, and returns the loss.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Let all ranks compute with what the optimizer has made of the slices. A collective."""
+
+    @abstractmethod
+    def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
+        """Make the buckets of a saved run; saved: names with optimizer state. A collective."""
+
+    @abstractmethod
+    def value_buckets(self) -> list[Bucket]:
+        """The buckets that hold parameters' values, cut into shares."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the sums, as far as the slices have it."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -52,16 +125,21 @@ class Sharded(StateByName):
         """Forget the gradients of a step, and their sums."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Drop what compression has kept back of the gradients, and the gradients in the buckets."""
-
-    @abstractmethod
     def rescale(self, factor: float, kept: bool = True) -> None:
-        """Multiply the gradients; with `kept` also what compression has kept back of them."""
+        """Multiply the gradients, also what compression has kept back of them.
+
+        Without `kept` only those that `update` takes, in the masters' precision if there are masters.
+        """
 
     @abstractmethod
     def resident(self) -> list[Tensor]:
         """The tensors that hold parameters on this rank now."""
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, as for `Engine.whole`. Sends nothing if each rank has all of them."""
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, Tensor):  # `training_state.extra_state` has the rest
+                yield name, value.detach()
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -70,7 +148,11 @@ class Sharded(StateByName):
         self.forget()
 
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
-        """Keep this rank's weight and loss for the end of the next backward pass, which sums them."""
+        """Announce the backward pass that completes the gradients, which then become sums over the ranks.
+
+        weight, loss_sum: of this rank's losses, and their sum, each times its weight; summed as well. waits:
+        whether the end of that pass may wait for the sums.
+        """
         self._own = weight, loss_sum
 
     def announce(self, is_padding: bool) -> None:
@@ -80,14 +162,11 @@ class Sharded(StateByName):
         """
         self.gradient_comm.pass_has_rows = not is_padding
 
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients that `update` takes, but not what compression has kept back of them."""
-        self.rescale(factor, kept=False)
-
     def drop(self) -> None:
         """Forget the gradients of a step that is skipped, and what compression has kept back of them."""
         self.zero_grad()
-        self.clear()
+        for param_set in self.sets:
+            param_set.clear()
 
     def held(self) -> ResidentTensors:
         """What this rank holds now. Masters count as the optimizer's, memory for reductions as gradients."""
@@ -101,10 +180,18 @@ class Sharded(StateByName):
             [
                 *self.slices.masters(),
                 *self.undealt_masters.values(),
-                *(box.tensor for each in state for box in tensor_boxes("", each)),
+                *(box.tensor for each in state for box in optimizer_boxes("", each)),
             ],
             [*self.model.buffers()],
         )
+
+    def parameter_of(self, each: OptimizerSlice, span: ParameterRange) -> Tensor:
+        """The parameter of which a slice has a range."""
+        return each.value if each.bucket is None else self.parameters[span.param_index]
+
+    def set_of_slice(self, each: OptimizerSlice) -> ParameterSet:
+        """The set of the parameters in a slice."""
+        return self.set_of[self.parameter_of(each, each.ranges[0])]
 
     def after_own_method(self, *_: Any) -> None:
         """Publish what a method of the optimizer's own has changed, unless its step calls that method."""
@@ -118,7 +205,7 @@ class Sharded(StateByName):
         all ranks.
         """
         gradients, (first, *others) = self.gradients(), self.sets
-        over, is_shared = first.gradient_comm.share_group, not first.residency.state
+        over, is_shared = first.gradient_comm.share_group, self.sharded
         if others:
             counted = [each for each in self.slices.all if self.set_of_slice(each).counts_here]
             gradients = [each.tensor.grad for each in counted if each.tensor.grad is not None]

@@ -17,9 +17,10 @@ from minidist.parallel.guards.refusals import refuse_state_of_slices
 from minidist.parallel.sharding.loops.loop_classes import check_bucket_mb
 from minidist.parallel.sharding.optimizer.memory_source import memory_source
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.sets.equal_start import set_for, start_equal
+from minidist.parallel.sharding.sets.equal_start import start_equal
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.state_by_name import keep_whole_masters
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.units.units import weakly
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
@@ -49,10 +50,10 @@ def share_model(
         others: sets of parameters that some of these ranks share in another way, such as experts.
     """
     sets = [ParameterSet(residency, gradient_comm or GradientComm(None)), *others]
-    if any(param_set.residency.parameters != residency.parameters for param_set in others):
+    if any(param_set.residency != residency for param_set in others):
         raise ValueError(
             f"the residencies are {[each.residency for each in sets]}; either all sets of parameters are "
-            "whole between steps, or none is"
+            "whole between steps, or none is, and so are their gradients and state: give all sets one row"
         )
     given = dict(options or {})
     if residency.parameters:
@@ -69,9 +70,9 @@ def _share_whole(
     master: torch.dtype | None,
 ) -> WholeParameters:
     """Share parameters that stay whole."""
-    is_sharded = any(not param_set.residency.state for param_set in sets)
-    if is_sharded and options.get("compression") is not None:
-        zero = next(number for number, row in ROWS.items() if row == sets[0].residency)
+    row = sets[0].residency
+    if not row.state and options.get("compression") is not None:
+        zero = next(number for number, known in ROWS.items() if known == row)
         raise ValueError(
             f"compression is {options['compression']!r} with zero={zero} in the layout, which reduces "
             "gradients to their owners as they are; use zero=0 for compressed ones"
@@ -84,13 +85,11 @@ def _share_whole(
     start_equal(model, sets)
     # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
     names, parameters = names_of(model), [*model.parameters()]
-    is_whole = [set_for(names[parameter], sets).residency.state for parameter in parameters]
-    dtypes = [master if whole else None for whole in is_whole]
-    optimizer, updated = optimizer_of_masters(parameters, make, dtypes)
+    optimizer, updated = optimizer_of_masters(parameters, make, master if row.state else None)
     slices = OptimizerSlices(optimizer, master)
-    pairs = [pair for *pair, whole in zip(parameters, updated, is_whole, strict=True) if whole]
-    slices.add_whole([parameter for parameter, _ in pairs], [tensor for _, tensor in pairs])
-    if is_sharded:
+    if row.state:
+        slices.add_whole(parameters, updated)
+    else:
         refuse_unshareable(type(optimizer))
         optimizer.register_state_dict_pre_hook(refuse_state_of_slices)
         optimizer.register_load_state_dict_pre_hook(refuse_state_of_slices)
@@ -104,9 +103,9 @@ def _share_whole(
         average=False,  # the engine weights them
         **options,
     )
-    if is_sharded or master is not None:
+    if not row.state or master is not None:
         follow_own_methods(optimizer, weakly(shared.after_own_method))
     name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
     shared.model, shared.group_names = model, [[name_of[tensor] for tensor in group] for group in groups]
-    shared.keep_whole_masters()
+    keep_whole_masters(shared)
     return shared

@@ -46,14 +46,16 @@ def master_of(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Paramete
 
 
 def optimizer_of_masters(
-    parameters: Sequence[nn.Parameter], make: MakeOptimizer, dtypes: Sequence[torch.dtype | None]
+    parameters: Sequence[nn.Parameter], make: MakeOptimizer, dtype: torch.dtype | None
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """The optimizer that `make` makes of the parameters' masters, and these; without a dtype themselves."""
-    masters = [master_of(parameter, dtype) for parameter, dtype in zip(parameters, dtypes, strict=True)]
+    masters = [master_of(parameter, dtype) for parameter in parameters]
     optimizer = make(masters)
     require_optimizer(optimizer)
     known = set(map(id, masters))
-    if any(dtypes) and any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+    if dtype is not None and any(
+        id(p) not in known for group in optimizer.param_groups for p in group["params"]
+    ):
         raise ValueError(
             "optimizer did not use the parameters that it was called with, which are float32 copies of "
             "the model's; give a function of its parameters, such as "

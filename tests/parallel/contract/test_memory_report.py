@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import MLP
-from minidist.parallel.contract.memory_report import Memory, Storages, memory_of, size
-from minidist.parallel.contract.strategy import ResidentTensors
+from minidist.parallel.contract.memory_report import Memory, ResidentTensors, Storages, memory_of, size
 from minidist.parallel.sharding.sharded import Sharded
 from tests.conftest import Clusters
 from tests.helpers.contract import Fault, instead_of, patched, with_fault

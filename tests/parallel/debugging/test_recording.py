@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist.parallel.debugging.compare import differences
@@ -46,3 +48,32 @@ def test_a_fault_in_a_list_of_any_name_is_named_exactly(cluster_of: Clusters, la
     first = differences(alone, wrong).first
     assert first is not None
     assert (first.layer, first.what) == ("blocks.3", "its output")
+
+
+class Reentrant(nn.Module):
+    """Its middle layer runs without gradients first, and once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through the three layers."""
+        first, middle, last = self.layers
+        outputs: Tensor = last(checkpoint(middle, first(x).tanh(), use_reentrant=True).tanh())
+        return outputs
+
+
+def recorded_reentrant(layout: str) -> Recording:
+    torch.manual_seed(0)
+    engine = md.prepare(Reentrant(), SGD, md.Layout.parse(layout), nn.functional.mse_loss, rehearse=False)
+    return record(engine, [(torch.randn(5, 6), torch.randn(5, 6)) for _ in range(2)], repeats=1)
+
+
+def test_outputs_without_gradients_are_not_recorded(cluster_of: Clusters) -> None:
+    """A layer's rows would be there twice, in another order on two ranks."""
+    (alone,) = cluster_of(1).run(recorded_reentrant, "dp=1")
+    two, _ = cluster_of(2).run(recorded_reentrant, "dp=2")
+    assert {"output layers.1", "gradient layers.1"} <= alone.steps[0].keys()
+    assert [len(copy) for copy in alone.steps[0]["output layers.1"]] == [5]
+    assert differences(alone, two).agree, str(differences(alone, two))

@@ -65,12 +65,6 @@ class ShardedParameters(Sharded):
         average: bool = True,
         **defaults: Any,
     ) -> None:
-        first = sets[0]
-        if any(param_set.residency != first.residency for param_set in sets):
-            raise ValueError(
-                f"sets have {[each.residency for each in sets]}; parameters that are not whole are gathered "
-                "and reduced with their units, so give all sets one residency"
-            )
         super().__init__(sets)
         names = [name for name, _ in module.named_parameters()]
         set_of = [set_for(name, sets) for name in names]
@@ -102,7 +96,7 @@ class ShardedParameters(Sharded):
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
             values = (bucket.values for bucket in self.buckets)
-            over = first.gradient_comm.share_group
+            over = self.gradient_comm.share_group
             how = {choose("all_gather", "auto", over, each) for each in values}
             prefetch = how != {"shared_memory"}
         self.undealt, self.undealt_masters, self.orders = [], {}, None
@@ -225,9 +219,6 @@ class ShardedParameters(Sharded):
 
     # A step.
 
-    def clear(self) -> None:
-        """Do nothing: no compression keeps a part of the gradients back."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's rows; units are gathered as they are called."""
         try:
@@ -243,7 +234,7 @@ class ShardedParameters(Sharded):
 
         ZeRO 3 does not: this changes nothing there, since whole gradients would take n times the memory.
         """
-        self._accumulates = self.sets[0].residency.gradients
+        self._accumulates = self.residency.gradients
         try:
             yield
         finally:
@@ -362,7 +353,7 @@ class ShardedParameters(Sharded):
                 if bucket.secondary is not None:
                     near = (bucket.length - len(bucket.secondary)) * bucket.dtype.itemsize
                 sent += bucket.gather_bytes() + again * near
-                rounds = 0 if bucket.frozen else self.sets[0].residency.reductions(passes)
+                rounds = 0 if bucket.frozen else self.residency.reductions(passes)
                 sent += rounds * bucket.reduce_bytes()
         return sent + sum(
             all_reduce_bytes(8 * len(param_set.tail), param_set.gradient_comm.ranks)

@@ -65,17 +65,22 @@ class Dealer:
                 set_of[parameter].indices.append(numbers[id(parameter)])
         return len(numbers) > count
 
-    def first_round(
-        self, sets: Sequence[ParameterSet], seen: Iterable[int]
-    ) -> list[tuple[ParameterSet, Bucket]]:
-        """Deal the sets' parameters that are in no bucket, and make room for a round. A collective.
+    def empty(self) -> None:
+        """Have no parameters, and no buckets of them."""
+        self.parameters.clear()
+        self.orders.clear()
+        for param_set in self.sets:
+            param_set.empty()
+
+    def first_round(self, seen: Iterable[int]) -> list[tuple[ParameterSet, Bucket]]:
+        """Deal the parameters that are in no bucket, and make room for a round. A collective.
 
         seen: their indices as this rank's gradients came. Returns all buckets with their sets, as they are
         sent.
         """
         over, count = self.sets[0].gradient_comm, len(self.parameters)
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        for each in sets:
+        for each in self.sets:
             if each.gradient_comm.ranks > 1:
                 named = [(self.name_of(index), self.parameters[index]) for index in each.indices]
                 require_same("parameters", named, each.gradient_comm.group)
@@ -84,29 +89,28 @@ class Dealer:
             numbered = [(str(numbers[index]), self.parameters[index]) for index in sorted(numbers)]
             require_same("sets of parameters", numbered, over.group)
         order, sparse = agree_on_order([*seen], count, over, device), list[int]()
-        if any(each.residency.state for each in sets):  # then every rank gets the rows of sparse gradients
+        if self.sets[0].residency.state:  # then every rank gets the rows of sparse gradients
             grads = [p.grad for p in self.parameters]
             is_sparse = torch.tensor([int(g is not None and g.is_sparse) for g in grads], device=device)
             anywhere = comm.all_reduce(is_sparse, "max", group=over.group).tolist()
             sparse = [index for index, found in enumerate(anywhere) if found]
-        self.deal(sets, order, sparse)
-        for each in sets:
+        self.deal(order, sparse)
+        for each in self.sets:
             each.make_room(self.parameters, sparse)
         when = {index: at for at, index in enumerate(i for order in self.orders for i in order)}
-        pairs = [(each, bucket) for each in sets for bucket in each.buckets]
+        pairs = [(each, bucket) for each in self.sets for bucket in each.buckets]
         return sorted(pairs, key=lambda pair: max(when[index] for index in pair[1].param_indices))
 
-    def deal(self, sets: Sequence[ParameterSet], seen: Iterable[int], sparse: Collection[int] = ()) -> None:
-        """Make buckets, with loaded state, for parameters of the sets that are in none. A collective."""
-        dealt = {index for each in sets for bucket in each.buckets for index in bucket.param_indices}
-        mine = {index for each in sets for index in each.indices}
-        order = [index for index in seen if index in mine and index not in dealt]
+    def deal(self, seen: Iterable[int], sparse: Collection[int] = ()) -> None:
+        """Make buckets, with loaded state, for parameters that are in none. A collective."""
+        undealt = {*self.undealt()}
+        order = [index for index in seen if index in undealt]
         number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
         numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
         group_of = {index: number for index, number in numbers.items() if number is not None}
         if order:
             self.orders.append(order)
-        for param_set in sets:
+        for param_set in self.sets:
             indices = set(param_set.indices)
             part = [index for index in order if index in indices]
             if param_set.residency.state:
@@ -119,19 +123,19 @@ class Dealer:
             if not param_set.residency.state:
                 self._move_state(new, part, group_of)
 
-    def deal_saved(self, sets: Sequence[ParameterSet], order: Sequence[Sequence[str]] | None) -> None:
+    def deal_saved(self, order: Sequence[Sequence[str]] | None) -> None:
         """Deal parameters in the saved order of their names: in another one, sums would add up in another.
 
         If a run saved no order, take that of registration, reversed.
         """
         index_of = {self.name_of(index): index for index in range(len(self.parameters))}
         for each in [[*reversed(index_of)]] if order is None else order:
-            self.deal(sets, [index_of[name] for name in each if name in index_of])
+            self.deal([index_of[name] for name in each if name in index_of])
 
-    def undealt(self, sets: Sequence[ParameterSet]) -> list[int]:
-        """The indices of parameters of the sets that are in no bucket yet."""
-        dealt = {index for each in sets for bucket in each.buckets for index in bucket.param_indices}
-        return sorted({index for each in sets for index in each.indices} - dealt)
+    def undealt(self) -> list[int]:
+        """The indices of parameters that are in no bucket yet."""
+        dealt = {index for each in self.sets for bucket in each.buckets for index in bucket.param_indices}
+        return sorted({index for each in self.sets for index in each.indices} - dealt)
 
     def _move_state(self, new: Sequence[Bucket], order: Sequence[int], group_of: Mapping[int, int]) -> None:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""

@@ -20,18 +20,19 @@ Source: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), sections 3
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.sharding.optimizer.parameter_groups import steps_on
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.whole.dealing import Dealer
 
 
 class Came(Enum):
@@ -45,17 +46,14 @@ class Came(Enum):
 
 
 class Reducer:
-    """Turns the gradients of some sets of parameters into sums over the ranks.
+    """Turns the gradients of a model's sets of parameters into sums over the ranks.
 
-    The sets reduce their gradients equally often. Their buckets are sent in one order, which is the same on
-    all ranks, so that no two ranks wait for each other in different groups.
+    The buckets of all sets are sent in one order, which is the same on all ranks, so that no two ranks wait
+    for each other in different groups.
 
     Args:
-        named: all parameters that get gradients or did, with names, by index. sets: those whose parameters it
-        reduces; the first has the most ranks. overlap: reduce while backward runs; otherwise in
-        `finish_round`. deal: deals their parameters to buckets, at the end of the first round, from their
-        indices in the order in which the first backward pass brought their gradients; returns all buckets
-        with their sets, as they are sent. A collective.
+        dealer: has the parameters by index, and deals them to buckets at the end of the first round.
+        overlap: reduce while backward runs; otherwise in `finish_round`.
 
     Attributes:
         syncing: False while gradients only accumulate on this rank.
@@ -64,24 +62,20 @@ class Reducer:
         buckets: None before the first round.
     """
 
-    def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        sets: Sequence[ParameterSet],
-        overlap: bool,
-        deal: Callable[[Iterable[int]], list[tuple[ParameterSet, Bucket]]],
-    ) -> None:
-        self.named, self.parameters = named, [parameter for _, parameter in named]
-        self.sets, self.overlap, self._deal = sets, overlap, deal
+    def __init__(self, dealer: Dealer, overlap: bool) -> None:
+        self._dealer, self.sets, self.overlap = dealer, dealer.sets, overlap
+        self.parameters = [*dealer.parameters]
         self.buckets: list[tuple[ParameterSet, Bucket]] | None = None
         self.syncing, self.waits = True, True
         self.totals: Sequence[float | Tensor] = ()
         self._came = Came.NOTHING
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
         self._next = 0  # the bucket to be sent next
-        self._set_of = {index: param_set for param_set in sets for index in param_set.indices}
-        self._ready = bytearray(len(named))  # whose gradient lies in its bucket, scaled
-        self._rows = bytearray(len(named))  # gradients came 1: of rows that count; 2: of padding; 3: of both
+        self._set_of = {index: param_set for param_set in self.sets for index in param_set.indices}
+        self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
+        self._rows = bytearray(
+            len(self.parameters)
+        )  # gradients came 1: of rows that count; 2: of padding; 3: of both
         self._number_of: dict[int, int] = {}  # of each parameter's bucket; -1 for none
         self._expected: list[int] = []  # for each bucket, and last for none, its gradients in a round
         self._lacking: list[int] = []  # those that it still lacks
@@ -123,8 +117,9 @@ class Reducer:
             return
         if self._ready[param_index]:
             raise RuntimeError(
-                f"the gradient of {self.named[param_index][0]} came twice in one backward pass, as where a "
-                "checkpointed part runs a backward pass of its own; checkpoint with use_reentrant=False"
+                f"the gradient of {self._dealer.name_of(param_index)} came twice in one backward pass, as "
+                "where a checkpointed part runs a backward pass of its own; checkpoint with "
+                "use_reentrant=False"
             )
         param_set.place(param_index, parameter, param_set.scale)
         self._ready[param_index] = True
@@ -205,13 +200,13 @@ class Reducer:
         for param_set in self.sets:
             param_set.summed(self.parameters)
         self.totals, self.waits, self._next, self._came = (), True, 0, Came.NOTHING
-        self._ready, self._rows = bytearray(len(self.named)), bytearray(len(self.named))
+        self._ready, self._rows = bytearray(len(self._ready)), bytearray(len(self._rows))
         self._lacking = [*self._expected]
 
     def settle(self) -> list[tuple[ParameterSet, Bucket]]:
         """The buckets. The first call deals the parameters to them, which is a collective."""
         if self.buckets is None:
-            self.buckets = self._deal(self._order)
+            self.buckets = self._dealer.first_round(self._order)
             self._number_of = dict.fromkeys(self._set_of, -1)
             last: dict[int, int] = {}  # for each set; its sparse gradients wait for this bucket
             for number, (param_set, bucket) in enumerate(self.buckets):

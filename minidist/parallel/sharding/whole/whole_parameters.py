@@ -75,15 +75,13 @@ class WholeParameters(Sharded):
         self._module, self._broadcast_buffers = module, broadcast_buffers
         for each in self.sets:
             each.configure(average, compression, leaves_grad)
-        self._state_shared = [each for each in self.sets if not each.residency.state]
-        self._state_whole = [each for each in self.sets if each.residency.state]
         limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
         self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of)
         self.parameters, self.undealt_masters = self._dealer.parameters, self._dealer.undealt_masters
-        self._is_alone = False
+        self._is_alone = not self.sharded and all(each.gradient_comm.ranks == 1 for each in self.sets)
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
-        self.reducers: list[Reducer] = []  # none where this rank is alone
+        self.reducer: Reducer | None = None  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
         self._attach()
 
@@ -117,40 +115,26 @@ class WholeParameters(Sharded):
         trained = [p for p in self._all if p.requires_grad]
         self._parts = [] if self._module is None else [*self._module.modules()]
         self._known, self._trained = set(map(id, self._all)), self._trained_now()
-        for param_set in self._state_whole:
-            param_set.empty()
-        if self._state_shared:
-            values = [p for p in self._all if self.set_of[p] in self._state_shared]
+        if self.sharded:
             self._hooked = set(map(id, trained))
-            for other in trainers(values, BY_ZERO):
+            for other in trainers(self._all, BY_ZERO):
                 if other is not self:
                     other.detach()
                     other.replaced = True
-            claim(self, BY_ZERO, values)
+            claim(self, BY_ZERO, self._all)
         else:
-            self._dealer.parameters.clear()
-            self._dealer.orders.clear()
-        claim(self, BY_DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
+            self._dealer.empty()
+            claim(self, BY_DATA_PARALLEL, trained)
         self._dealer.number(trained, self.set_of)
-        self._is_alone = all(each.residency.state and each.gradient_comm.ranks == 1 for each in self.sets)
-        if self._is_alone:
-            return
-        listed = [(self.name_of(index), p) for index, p in enumerate(self.parameters)]
-        in_shares = [each for each in self.sets if not each.residency.gradients]
-        whole = [each for each in self.sets if each.residency.gradients]
-        for sets in (in_shares, whole):
-            # Sums of every pass come first. Whole gradients wait for them, so that all ranks keep one order.
-            overlap = self._overlap and (sets is in_shares or not in_shares)
-            if sets:
-                deal = partial(self._dealer.first_round, sets)
-                self.reducers.append(Reducer(listed, sets, overlap, deal))
-        self._accumulate(self._accumulates)
+        if not self._is_alone:
+            self.reducer = Reducer(self._dealer, self._overlap)
+            self._accumulate(self._accumulates)
 
     def detach(self) -> None:
         """Take the hooks off the parameters; their gradients stay as they are."""
-        for reducer in self.reducers:
-            reducer.detach()
-        self.reducers = []
+        if self.reducer is not None:
+            self.reducer.detach()
+        self.reducer = None
 
     def _trained_now(self) -> list[Any]:
         """Values that change where a module or parameter is added, thawed, or converted to another dtype."""
@@ -163,11 +147,10 @@ class WholeParameters(Sharded):
         """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
         for bucket in self.value_buckets():
             bucket.refuse_reassigned()
-        if self._state_whole:
-            if self._trained_now() != self._trained:
-                refuse_added(self._named(), self._known)
-                self.reattach()
-        elif any(p.requires_grad and id(p) not in self._hooked for p in self._all):
+        if not self.sharded and self._trained_now() != self._trained:
+            refuse_added(self._named(), self._known)
+            self.reattach()
+        elif self.sharded and any(p.requires_grad and id(p) not in self._hooked for p in self._all):
             self.reattach()
 
     def reattach(self) -> None:
@@ -192,7 +175,7 @@ class WholeParameters(Sharded):
 
     def value_buckets(self) -> list[Bucket]:
         """Those that hold parameters' values."""
-        return [bucket for each in self._state_shared for bucket in each.buckets]
+        return self.buckets if self.sharded else []
 
     @property
     def orders(self) -> list[list[int]] | None:  # type: ignore[override]
@@ -202,24 +185,22 @@ class WholeParameters(Sharded):
     @property
     def undealt(self) -> list[int]:  # type: ignore[override]
         """The indices of parameters that are in no bucket yet, where buckets have the state."""
-        return self._dealer.undealt(self._state_shared)
+        return self._dealer.undealt() if self.sharded else []
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
-        if not self._state_shared:
+        if not self.sharded:
             return
         self.follow_changes()
         had = {*saved, *(name for each in order or () for name in each)}
-        frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._state_shared]
+        frozen = [p for name, p in self._named() if name in had]
         if self._dealer.number(frozen, self.set_of):  # the optimizer has state of them
             self.reattach()
-        if self.value_buckets():
+        if self.buckets:
             return
-        self._dealer.deal_saved(self._state_shared, order)
-        if self.value_buckets() and not self.undealt:
-            for reducer in self.reducers:
-                if not {*reducer.sets} & {*self._state_whole}:
-                    reducer.settle()
+        self._dealer.deal_saved(order)
+        if self.reducer is not None and self.buckets and not self.undealt:
+            self.reducer.settle()
 
     # A step: passes, gradients, and the parameters to all ranks.
 
@@ -228,9 +209,8 @@ class WholeParameters(Sharded):
 
         It finishes a round that an error has interrupted, and follows changes of the module.
         """
-        if self.reducers and torch.is_grad_enabled():
-            for reducer in self.reducers:
-                reducer.recover()
+        if self.reducer is not None and torch.is_grad_enabled():
+            self.reducer.recover()
             self.follow_changes()
             module = self._module
             if module is not None and self._broadcast_buffers and module.training and not self._accumulates:
@@ -257,9 +237,9 @@ class WholeParameters(Sharded):
 
     def _accumulate(self, accumulates: bool) -> None:
         self._accumulates = accumulates
-        for reducer in self.reducers:
-            is_kept = reducer.sets[0].residency.gradients
-            reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
+        if self.reducer is not None:
+            is_kept = self.residency.gradients
+            self.reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
 
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
         """Have the next backward pass complete the round, which also sums weight and loss over the ranks.
@@ -267,8 +247,8 @@ class WholeParameters(Sharded):
         Where the state is shared, a third total counts the ranks for which this is the step's last pass.
         """
         super().begin_final_backward(weight, loss_sum, waits)
-        for reducer in self.reducers:
-            reducer.totals, reducer.waits = (weight, loss_sum, 1.0), waits
+        if self.reducer is not None:
+            self.reducer.totals, self.reducer.waits = (weight, loss_sum, 1.0), waits
 
     def synchronize(self) -> tuple[float, float]:
         """Sum the gradients; returns the totals, summed over the ranks.
@@ -277,11 +257,11 @@ class WholeParameters(Sharded):
         the others' until it was the last one for all.
         """
         self.sum_over_ranks(of_all_passes=True)
-        if not self.reducers:
+        if self.reducer is None:
             weight, loss = map(float, self._own)
             return weight, loss
         first = self.sets[0]
-        weight, loss = (first.sums if first.residency.state else first.totals).tolist()
+        weight, loss = (first.totals if self.sharded else first.sums).tolist()
         return weight, loss
 
     def sum_over_ranks(self, of_all_passes: bool = False) -> None:
@@ -293,22 +273,21 @@ class WholeParameters(Sharded):
             raise RuntimeError(
                 "this ZeroOptimizer's parameters have been given to another since; step with that one"
             )
-        if self._state_shared:
+        if self.sharded:
             self.follow_changes()
-        for reducer in self.reducers:
-            reducer.finish_round()
-            first = reducer.sets[0]
-            is_counted = of_all_passes and not first.residency.gradients
+        if self.reducer is not None:
+            self.reducer.finish_round()
+            is_counted, first = of_all_passes and not self.residency.gradients, self.sets[0]
             while is_counted and first.sums[2] < first.gradient_comm.ranks:
-                reducer.totals = (0.0, 0.0, 1.0)
-                reducer.finish_round()
+                self.reducer.totals = (0.0, 0.0, 1.0)
+                self.reducer.finish_round()
         self.gradients_are = Gradients.SUMMED
 
     def complete(self) -> None:
         """Sum the gradients and give the slices their part, unless that is done. A collective."""
         if self.gradients_are is Gradients.OWN:
             self.sum_over_ranks()
-        elif any(reducer.pending for reducer in self.reducers):
+        elif self.reducer is not None and self.reducer.pending:
             raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
         self.gradients()
 
@@ -316,7 +295,7 @@ class WholeParameters(Sharded):
         """This rank's part of the sums, which the slices get now if they have not."""
         if self.gradients_are is Gradients.SUMMED:
             users: dict[int, float] = {}
-            for param_set in self._state_shared:
+            for param_set in self.sets if self.sharded else ():
                 users.update(zip(param_set.indices, param_set.users.tolist(), strict=True))
             self.slices.give_gradients(users)
             self.gradients_are = Gradients.GIVEN
@@ -331,7 +310,7 @@ class WholeParameters(Sharded):
 
         loss = self.slices.update(use_gradients, self.publish, closure, **options)
         self.slices.drop_gradients()
-        for param_set in self._state_shared:
+        for param_set in self.sets if self.sharded else ():
             param_set.begin()
             for index in param_set.indices if not self._leaves_grad else ():
                 self.parameters[index].grad = None  # sums in one part, its own gradients in the others
@@ -347,33 +326,28 @@ class WholeParameters(Sharded):
         """Forget the sums of a step's gradients."""
         self.gradients_are = Gradients.OWN
         self.slices.drop_gradients()
-        for reducer in self.reducers if self._state_shared else ():
-            reducer.recover()
-        for param_set in self._state_shared:
+        if self.sharded and self.reducer is not None:
+            self.reducer.recover()
+        for param_set in self.sets if self.sharded else ():
             param_set.begin()
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the gradients; with `kept` also what compression has kept back of them."""
         exact = not kept and self.slices.master is not None  # in the masters' precision
         if not exact:
-            for param_set in self._state_whole:
+            for param_set in self.sets if not self.sharded else ():
                 param_set.rescale(factor, kept)
-            for parameter in self._all if not self.reducers else ():  # which are in no bucket
+            for parameter in self._all if self.reducer is None else ():  # which are in no bucket
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
             if self.gradients_are is Gradients.GIVEN:
                 self.slices.give_whole_gradients()  # masters take theirs anew
-        if exact or self._state_shared:
+        if exact or self.sharded:
             self.gradients()
         given = [each.tensor.grad for each in self.slices.all if exact or each.bucket is not None]
         for gradient in given:
             if gradient is not None:
                 gradient.mul_(factor)
-
-    def clear(self) -> None:
-        """Drop the gradients in the buckets, and what compression has kept back of them."""
-        for param_set in self.sets:
-            param_set.clear()
 
     def publish(self) -> None:
         """Write masters, rounded, into the parameters; all-gather the buckets, if a rank has shares."""
@@ -397,9 +371,9 @@ class WholeParameters(Sharded):
         2 (n - 1) / n of 8 (P + 3) bytes. With ZeRO 2 each further backward pass sends all but the all-gather.
         Sparse gradients, rows and buffers come on top.
         """
-        if any(reducer.buckets is None for reducer in self.reducers):
+        if self.reducer is not None and self.reducer.buckets is None:
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
         sent = sum(bucket.gather_bytes() for bucket in self.value_buckets())
-        for param_set in self.sets if self.reducers else ():
-            sent += param_set.residency.reductions(passes) * param_set.bytes_sent()
+        if self.reducer is not None:
+            sent += self.residency.reductions(passes) * sum(each.bytes_sent() for each in self.sets)
         return sent

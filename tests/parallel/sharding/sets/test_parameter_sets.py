@@ -57,3 +57,10 @@ def test_sets_are_whole_together_or_not_at_all() -> None:
     model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ParameterSet(ROWS[1], GradientComm(None))
     with pytest.raises(ValueError, match="either all sets of parameters are whole between steps, or none"):
         share_model(model, torch.optim.SGD, ROWS[3], others=[other])
+
+
+def test_sets_with_two_rows_are_refused() -> None:
+    """Both are whole between steps, and only the experts' state would be."""
+    model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ParameterSet(ROWS[0], GradientComm(None))
+    with pytest.raises(ValueError, match=r"state=False.*state=True.*: give all sets one row"):
+        share_model(model, torch.optim.SGD, ROWS[1], others=[other])
