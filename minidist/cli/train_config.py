@@ -46,6 +46,9 @@ BERT_ROW = 128
 """Bytes in a row of a BERT."""
 HIDDEN = 128
 """Width of the MLP's hidden layer."""
+MLP_LAYERS = 2
+DIGITS = 1437
+"""Rows of the digits to train on."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class TrainConfig:
         if shape is not None:
             refuse_cut_rows(shape, self.layout)
             check_divisible(shape, self.layout)
+        elif not own:
+            _check_mlp(self.layout, self.batch)
         if self.layout.precision != "fp32" and self.dtype != "float32":
             raise ValueError(
                 f"precision={self.layout.precision} needs dtype float32, and dtype is {self.dtype}; leave "
@@ -146,6 +151,32 @@ class TrainConfig:
     def converted(self, inputs: Tensor) -> Tensor:
         """Inputs in the training's dtype; bytes stay integers."""
         return inputs.to(DTYPES[self.dtype]) if inputs.is_floating_point() else inputs
+
+
+def _check_mlp(layout: Layout, batch: int) -> None:
+    """ValueError if ranks cannot share the MLP so, or the digits have fewer rows than the batch."""
+    for axis, wrong, lacks in (
+        ("cp", layout.cp > 1, "attention"),
+        ("sequence_parallel", layout.sequence_parallel, "attention"),
+        ("ep", layout.ep > 1, "experts"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{axis} is {getattr(layout, axis)} in the layout, and the mlp has no {lacks}; leave it out, "
+                "or train a GPT"
+            )
+    if layout.pp * layout.chunks > MLP_LAYERS:
+        raise ValueError(
+            f"pp is {layout.pp} with chunks={layout.chunks} in the layout, and the mlp has {MLP_LAYERS} "
+            "layers; give each part at least one, or train a GPT"
+        )
+    if layout.tp > HIDDEN:
+        raise ValueError(
+            f"tp is {layout.tp} in the layout, and the mlp's hidden layer has {HIDDEN} features; give at "
+            "most so many"
+        )
+    if batch > DIGITS:
+        raise ValueError(f"batch is {batch}, and digits has {DIGITS} rows; give at most so many")
 
 
 def config_of(model: str, layout: Layout, data: str | None = None, **fields: Any) -> TrainConfig:

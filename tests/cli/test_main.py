@@ -116,6 +116,8 @@ def test_the_version_is_the_packages(run):
         (["train", "--ranks", "100"], "100 data-parallel ranks"),
         (["train", "--layout", "pp=2,zero=2"], "zero=2 with pp=2 in the layout would send gradients once"),
         (["train", "--layout", "tp=2,cp=0"], "cp is 0; give at least 1"),
+        (["train", "--layout", "cp=2"], "cp is 2 in the layout, and the mlp has no attention; leave it out"),
+        (["train", "--batch", "1438"], "batch is 1438, and digits has 1437 rows; give at most so many"),
         (["bench", "lunch"], "'launch'"),
         (["report", "--results", "/no/such/folder"], "minidist bench"),
         (["doctor", "--jsn"], "--json"),
@@ -217,10 +219,10 @@ def test_a_training_that_diverges_fails(run):
     assert json.loads(out)["losses"][-1] is None  # JSON has no NaN
 
 
-def test_a_batch_larger_than_the_data_is_refused(run):
-    code, _, err = run("train", "--batch", "1438")
+def test_a_batch_larger_than_the_bytes_is_refused(run):
+    code, _, err = run("train", "--data", "bytes", "--batch", "1" + "0" * 9)
     assert code == 1
-    assert "batch is 1438, and digits has 1437 rows" in one_line(err)
+    assert "batch is 1000000000, and bytes has" in one_line(err)
 
 
 def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):

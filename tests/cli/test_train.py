@@ -10,7 +10,7 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.cli import train
+from minidist.cli import train, train_config
 from minidist.cli.train import TrainConfig, TrainResult
 from minidist.cli.train_config import build, engine_of
 from tests.conftest import Clusters
@@ -140,8 +140,20 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
             {"batch": 3, "layout": md.Layout(dp=4)},
             "a global batch of 3 rows is too small for 4 data-parallel",
         ),
+        ({"layout": md.Layout(cp=2)}, "cp is 2 in the layout, and the mlp has no attention; leave it out"),
+        ({"layout": md.Layout(dp=2, ep=2)}, "ep is 2 in the layout, and the mlp has no experts; leave it"),
+        ({"layout": md.Layout(tp=2, sequence_parallel=True)}, "sequence_parallel is True in the layout, and"),
+        ({"layout": md.Layout(pp=3)}, "pp is 3 with chunks=1 in the layout, and the mlp has 2 layers; give"),
+        ({"layout": md.Layout(tp=129)}, "tp is 129 in the layout, and the mlp's hidden layer has 128 fea"),
+        ({"batch": 1438}, "batch is 1438, and digits has 1437 rows; give at most so many"),
     ],
 )
 def test_wrong_descriptions(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         TrainConfig(**arguments)
+
+
+def test_the_largest_description_fits_the_mlp_and_the_digits() -> None:
+    config = TrainConfig(batch=train_config.DIGITS, layout=md.Layout(tp=train_config.HIDDEN))
+    model, data = build(config)
+    assert (len(model.layers), len(data.train)) == (train_config.MLP_LAYERS, config.batch)

@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+RECORDER = "judge.recorder"
+"""In the command of the judge's recorder, which is forked from a process that has loaded the compiler."""
+COLD = subprocess.Popen  # also while tests put the class below in its place
+START = COLD._execute_child  # type: ignore[attr-defined]
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 CHILDREN = "WARM_CHILDREN"
 """A variable in a program's environment: how many of its children are warm, 1 without. They are forks that
@@ -42,7 +45,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         start = named(self, given)
         assert start["args"][0] == sys.executable, start["args"]
         self._status, status = channel()
-        send(server(), start, [status.fileno()])
+        send(server(RECORDER in str(start["args"][-1])), start, [status.fileno()])
         status.close()
         self._close_pipe_fds(*(start[name] for name in PIPES))  # type: ignore[attr-defined]
         self.pid = int(self._status.recv(20))
@@ -120,11 +123,11 @@ def receive(end: socket.socket) -> tuple[Any, list[int]]:
 
 
 @functools.cache
-def server() -> socket.socket:
-    """The channel to this process's warm one, which ends with it."""
+def server(records: bool) -> socket.socket:
+    """The channel to this process's warm one, or to its one for the judge's recorder, which ends with it."""
     ours, theirs = channel()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.warm_server", str(theirs.fileno())],
+    process = COLD(
+        [sys.executable, "-m", "tests.helpers.warm_server", str(theirs.fileno()), *[RECORDER] * records],
         pass_fds=[theirs.fileno()],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.DEVNULL,

@@ -3,7 +3,7 @@
 It runs nothing else and has one thread, so a fork is safe. A program is the fork's main program: its exit
 code, its signals and its traceback are those of an interpreter that was started for it.
 
-    python -m tests.helpers.warm_server DESCRIPTOR
+    python -m tests.helpers.warm_server DESCRIPTOR [judge.recorder]
 """
 
 from __future__ import annotations
@@ -181,8 +181,14 @@ def leave(code: Any) -> None:
 
 if __name__ == "__main__":
     gc.disable()  # nearly all objects that the imports make stay
-    for imported in IMPORTED:
-        importlib.import_module(imported)
+    if warm_python.RECORDER in sys.argv:
+        os.environ["MINIDIST_CUDA_BACKEND"] = "emulator"
+        recorder = importlib.import_module("minidist.kernels.judge.recorder")
+        recorder.warm_up()
+        recorder.warm_up = lambda: None  # not again in each fork
+    else:
+        for imported in IMPORTED:
+            importlib.import_module(imported)
     gc.freeze()
     gc.enable()
     command = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, bytes_of, ranks_of
 from minidist.parallel.flat.bucket_layout import WholeTensors
+from minidist.parallel.flat.gathering import gather_values
 
 MB = 2**20
 TOGETHER_BYTES = 25 * MB
@@ -96,14 +98,19 @@ def together(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> Non
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Return a number that differs where the tensors' names, shapes, dtypes or `requires_grad` do."""
-    lines = [f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}\n" for name, x in tensors]
+    lines = map(_line, tensors)
     return int.from_bytes(hashlib.sha256("".join(lines).encode()).digest()[:7], "big")
+
+
+def _line(named: tuple[str, Tensor]) -> str:
+    name, x = named
+    return f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}\n"
 
 
 def require_same(what: str, tensors: Iterable[tuple[str, Tensor]], group: Group) -> None:
     """ValueError, on every rank, where the ranks' tensors differ in names, shapes, dtypes or `requires_grad`.
 
-    Each rank sends 8 (n - 1) bytes.
+    Each rank sends 8 (n - 1) bytes; where they differ, all that is compared as well, to name a tensor.
     """
     named = [*tensors]
     device = next((tensor.device for _, tensor in reversed(named) if not tensor.is_meta), torch.device("cpu"))
@@ -111,9 +118,16 @@ def require_same(what: str, tensors: Iterable[tuple[str, Tensor]], group: Group)
     everyones = comm.all_gather(own, group=group).tolist()
     different = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
     if different:
+        texts = gather_values([*map(_line, named)], group)
+        first, other = next(
+            pair
+            for pair in zip_longest(texts[0], texts[different[0]], fillvalue="no more\n")
+            if pair[0] != pair[1]
+        )
         raise ValueError(
             f"the {what} of rank {', '.join(map(str, different))} in the group differ from rank 0's in name, "
-            "shape, dtype or requires_grad; build the same module on all ranks"
+            f"shape, dtype or requires_grad: rank 0 has {first[:-1]}, and rank {different[0]} {other[:-1]}; "
+            "build the same module on all ranks"
         )
 
 

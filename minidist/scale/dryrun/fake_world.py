@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,6 +241,11 @@ class _Answers:
 
     def start(self, run: Any) -> _Answers:
         """Answer a collective; its function and arguments are those of shared_memory.py."""
+        if not isinstance(run, partial):
+            raise ValueError(
+                "a dry run cannot send the messages of an algorithm, which comm.using(...) or algorithm= "
+                "asks for; call it outside comm.using, and leave algorithm out"
+            )
         name, (_, *args), group = run.func.__name__, run.args, self._group
         tensors = group._world.tensors
         if name == "all_reduce":

@@ -65,7 +65,6 @@ def fits(
     models: Sequence[str | TransformerConfig] = MODELS,
     layouts: Sequence[Layout] | None = None,
     tokens: int | None = None,
-    attention: str | None = None,
 ) -> list[Fit]:
     """Find the largest batch of each model in each layout, with `budget_bytes` on each rank.
 
@@ -78,10 +77,12 @@ def fits(
         models: shapes, or their names.
         layouts: `standard_layouts()` unless given.
         tokens: in a row; the model's context if that is shorter, or if None.
-        attention: see `estimate`, whose errors it raises.
+
+    Raises:
+        TypeError, ValueError: as `estimate`.
     """
     layouts = standard_layouts() if layouts is None else layouts
-    return [largest(model, layout, budget_bytes, tokens, attention) for model in models for layout in layouts]
+    return [largest(model, layout, budget_bytes, tokens) for model in models for layout in layouts]
 
 
 def largest(
@@ -89,14 +90,13 @@ def largest(
     layout: Layout,
     budget: int,
     tokens: int | None = None,
-    attention: str | None = None,
 ) -> Fit:
     """Find the largest batch of one model in one layout."""
     shape, name = named_shape(model)
     length = min(tokens or shape.context, shape.context)
 
     def take(rows: int) -> Estimate:
-        return estimate(shape, layout, batch=(rows * layout.dp, length), attention=attention)
+        return estimate(shape, layout, batch=(rows * layout.dp, length))
 
     fitting, too_many = 0, 1
     while take(too_many).peak <= budget:  # ends, since each row takes bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import groupby
@@ -120,7 +120,6 @@ def plan(
     batch: BatchSize | None = None,
     precision: str | None = None,
     optimizer: str = "adam",
-    progress: Callable[[], object] | None = None,
 ) -> Plan:
     """Find every layout of `ranks` ranks that trains the model, and predict the time of a step.
 
@@ -133,7 +132,6 @@ def plan(
             for 32 rows per rank, or 8 on a machine that was measured.
         precision: None for bfloat16 (or float16) on an accelerator and float32 on a CPU.
         optimizer: "adam", "muon", "momentum" or "sgd".
-        progress: called for each layout.
 
     Raises:
         TypeError, ValueError: an argument is unknown or out of range.
@@ -142,8 +140,6 @@ def plan(
     fitting, too_large, refused = list[Candidate](), list[Candidate](), list[Refused]()
     families = defaultdict[str, list[Candidate]](list)
     for each in candidates(question):
-        if progress is not None:
-            progress()
         if isinstance(each, Refused):
             refused.append(each)
         elif each.fits:

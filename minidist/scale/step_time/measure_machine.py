@@ -59,9 +59,7 @@ Timed = Callable[[], tuple[float, ...]]
 """A call that returns the seconds of its parts."""
 
 
-def this_machine(
-    ranks: Sequence[int] = RANKS, path: str | Path | None = None, fresh: bool = False
-) -> Hardware:
+def this_machine(ranks: Sequence[int] = RANKS, path: str | Path | None = None) -> Hardware:
     """Measure this machine with each of these numbers of ranks.
 
     Each number takes some seconds, more where ranks share cores.
@@ -69,7 +67,6 @@ def this_machine(
     Args:
         ranks: numbers of ranks; figures for other numbers are scaled from the nearest.
         path: a file that keeps the figures; numbers that it has are not measured again.
-        fresh: measure again although the file has them.
 
     Raises:
         ValueError: there are no numbers of ranks, or the file holds something else.
@@ -78,7 +75,7 @@ def this_machine(
     wanted = sorted(set(ranks))
     if not wanted or wanted[0] < 1:
         raise ValueError(f"ranks are {list(ranks)}; give numbers of at least 1, such as (1, 2, 4)")
-    kept = load(path) if path is not None and Path(path).exists() and not fresh else None
+    kept = load(path) if path is not None and Path(path).exists() else None
     crowds = {} if kept is None else dict(kept.crowds)
     missing = [count for count in wanted if count not in crowds]
     if kept is not None and not missing:

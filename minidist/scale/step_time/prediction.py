@@ -84,7 +84,6 @@ def predict_step(
     hardware: str | Hardware = "h100",
     *,
     optimizer: str = "adam",
-    simulated: Simulated | None = None,
     secondary: int = 0,
 ) -> StepTime:
     """Predict the time in which a layout trains on one global batch.
@@ -95,8 +94,6 @@ def predict_step(
         batch: rows of the global batch, or (rows, tokens in each row); by default the model's context.
         hardware: a name in `HARDWARE`, or what `this_machine` measured.
         optimizer: "adam", "muon", "momentum" or "sgd".
-        simulated: a dict that keeps seconds of passes and pipelines, to share between many layouts of one
-            model on one machine.
         secondary: see `estimate`.
 
     Raises:
@@ -107,7 +104,7 @@ def predict_step(
     machine, shape = hardware_of(hardware), config_of(config) if isinstance(config, str) else config
     rows, tokens = batch if isinstance(batch, tuple) else (batch, getattr(shape, "context", 0))
     setup = TrainingSetup(layout or Layout(), rows, tokens, optimizer, secondary)
-    return predict_setup(shape, setup, machine, simulated)
+    return predict_setup(shape, setup, machine)
 
 
 def predict_setup(
@@ -119,6 +116,7 @@ def predict_setup(
 ) -> StepTime:
     """Do what `predict_step` does, which documents the arguments and the errors.
 
+    `simulated` keeps seconds of passes and pipelines, to share between many layouts of one model and machine.
     With `bound` the step takes at least the time that is returned, and no pipeline is simulated.
     """
     check_divisible(shape, setup.layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 from minidist.kernels.cuda.runtime import compiler, device
 from minidist.kernels.judge import gpu_time, verdicts
 from minidist.kernels.measure import gpu_timer
-from tests.helpers import warm_recorder
+from tests.helpers import warm_python
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.kernels.measure.test_points import Timer
 
@@ -45,7 +46,7 @@ def test_a_gpu_gets_what_the_emulator_got(
     install(monkeypatch, driver)
     monkeypatch.delenv(device.VARIABLE, raising=False)
     monkeypatch.setattr(gpu_timer, "find", lambda: Timer([1e-6] * gpu_time.ROUNDS))
-    monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
+    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
     link = compiler.link
 
     def linked(code: bytes, *how: Any) -> tuple[bytes, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import subprocess
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 from minidist.kernels.emulator.mistakes import mutants
 from minidist.kernels.emulator.mistakes.patches import changed
 from minidist.kernels.judge import PROBLEMS, Verdict, verdicts
-from tests.helpers import warm_recorder
+from tests.helpers import warm_python
 from tests.lessons.wrong_answers import Wrong, wrong_answers
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +47,7 @@ def add(x, y, out):
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
     """The verdict on a text, with one function named after a problem."""
-    monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
+    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
 
     def judge(text: str) -> Verdict:
         path = tmp_path / "answer.py"
@@ -64,7 +65,7 @@ SLOW = ("attention", "attention_causal")  # seconds of the emulator
     "name", [pytest.param(one, marks=[pytest.mark.deep] * (one in SLOW)) for one in PROBLEMS]
 )
 def test_a_solution_of_each_problem_is_par(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
+    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
     [verdict] = verdicts.judge(PARS, [name])
     assert (verdict.wrong, verdict.score) == ("", 100)
 
@@ -381,7 +382,7 @@ def test_a_kernel_that_suits_the_scored_numbers_alone_scores_nothing(
 def test_names_and_the_folder_change_no_checksum_and_hide_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
+    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
     text = f"{HEAD}if True:\n{textwrap.indent(BINS, '    ')}"
     found = []
     for path in (tmp_path / "answer.py", tmp_path / "another_folder/kernels.py"):

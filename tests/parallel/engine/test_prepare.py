@@ -55,6 +55,11 @@ test_wrong_arguments = refuses(
         "unknown option of fully_shard 'offlaod': did you mean 'offload'",
     ),
     (
+        {"layout": md.Layout(zero=3), "fully_shard": {"offload": ""}},
+        ValueError,
+        "offload is '', which names no directory; give False, 'cpu' or a directory",
+    ),
+    (
         {"data_parallel": {"bucket": 3}},
         ValueError,
         "unknown option of data_parallel 'bucket': did you mean",

@@ -65,7 +65,16 @@ def test_rank_0s_tensors_reach_all_in_few_messages(cluster_of: Clusters) -> None
         assert calls == 3, "one for each dtype"
 
 
-@pytest.mark.parametrize("difference", ["shape", "dtype", "name", "requires_grad"])
+DIFFERENCES = {
+    "shape": "0.weight (4, 2) torch.float32 True",
+    "dtype": "0.weight (3, 2) torch.float64 True",
+    "name": "1.weight (3, 2) torch.float32 True",
+    "requires_grad": "0.weight (3, 2) torch.float32 False",
+    "more": "no more",
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
 def test_ranks_with_other_modules_are_named(cluster_of: Clusters, difference: str) -> None:
     def build() -> str:
         module = nn.Sequential(nn.Linear(2, 3))
@@ -76,6 +85,8 @@ def test_ranks_with_other_modules_are_named(cluster_of: Clusters, difference: st
                 module.double()
             elif difference == "name":
                 module = nn.Sequential(nn.Identity(), nn.Linear(2, 3))
+            elif difference == "more":
+                module = nn.Sequential(nn.Linear(2, 3, bias=False))
             else:
                 module.requires_grad_(False)
         with pytest.raises(ValueError, match="differ") as caught:
@@ -84,3 +95,4 @@ def test_ranks_with_other_modules_are_named(cluster_of: Clusters, difference: st
 
     for text in cluster_of(3).run(build):
         assert text.startswith("the parameters and buffers of rank 1 in the group differ from rank 0's in")
+        assert f", and rank 1 {DIFFERENCES[difference]}; build the same module on all ranks" in text

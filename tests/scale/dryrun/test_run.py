@@ -321,6 +321,11 @@ def test_what_cannot_be_run_dry_is_refused(options: dict[str, Any], says: str) -
         dryrun("byte-tiny", layout, **options)
 
 
+def test_algorithms_whose_messages_it_cannot_send_are_refused() -> None:
+    with comm.using("ring"), pytest.raises(ValueError, match=r"an algorithm.*call it outside comm\.using"):
+        dryrun("byte-tiny", md.Layout(dp=2))
+
+
 def test_experts_that_drop_tokens_are_refused() -> None:
     shape = GPTConfig(context=16, layers=1, heads=2, width=16, experts=4, capacity=0.5)
     with pytest.raises(ValueError, match=r"capacity is 0.5, so that experts drop tokens.*give at least 1"):

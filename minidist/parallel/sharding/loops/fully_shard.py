@@ -79,7 +79,7 @@ class FullyShard(nn.Module):
         **defaults: Any,
     ) -> None:
         super().__init__()
-        check_fully_shard_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
+        check_fully_shard_arguments(module, optimizer_class, units, initialize, prefetch, master)
         given = {"units": units, "initialize": initialize, "prefetch": prefetch, "master": master, **defaults}
         sets = [ParameterSet(ZERO_3, GradientComm.over(group))]
         self.module = module

@@ -64,7 +64,6 @@ def check_module(module: nn.Module, shared_with: Sequence[str] = (), is_alone: b
 def check_fully_shard_arguments(
     module: nn.Module,
     optimizer_class: Any,
-    offload: Any,
     units: Any,
     initialize: Any,
     prefetch: Any,
@@ -74,8 +73,6 @@ def check_fully_shard_arguments(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
     _check_class(optimizer_class)
-    if isinstance(offload, str) and not offload:
-        raise ValueError("offload is '', which names no directory; give False, 'cpu' or a directory")
     if units is not None and (isinstance(units, str | type | nn.Module) or not isinstance(units, Iterable)):
         raise TypeError(f"units is {units!r}; give a list of classes or modules, such as [nn.Linear]")
     if initialize is not None and not callable(initialize):

@@ -115,6 +115,8 @@ class OnDisk(MemorySource):
 
 def memory_source(offload: bool | str | os.PathLike[str]) -> MemorySource:
     """The source that `offload=` asks for; OSError where no file can be made there."""
+    if offload == "":
+        raise ValueError("offload is '', which names no directory; give False, 'cpu' or a directory")
     if offload is False:
         return MemorySource()
     if isinstance(offload, bool) or not isinstance(offload, str | os.PathLike):
