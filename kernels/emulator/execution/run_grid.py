@@ -36,7 +36,7 @@ from ..ptx.reader import parse
 from ..synchronization import block_barriers, clusters, mbarriers  # noqa: F401
 from .kernel_arguments import parameters
 from .lane_scheduler import LaneScheduler
-from .schedule import Code, compile_steps
+from .schedule import Code, batch_size, compile_steps
 
 
 def run_grid(launch: Launch, machines: Iterator[LaneScheduler]) -> None:
@@ -143,13 +143,13 @@ def run_kernel(
 def _scheduler(ptx: str, launch: Launch, first: int, size: int) -> LaneScheduler:
     """Return what runs the blocks from `first` on, at most `size` of them."""
     blocks = min(size, launch.blocks - first)
-    code = _code(ptx, blocks * -(-launch.threads // 32) * 32)
+    code = _code(ptx, batch_size(blocks * -(-launch.threads // 32) * 32))
     return LaneScheduler(Machine(code.registers, launch, first, blocks), code)
 
 
 @functools.lru_cache(maxsize=128)
-def _code(ptx: str, lanes: int) -> Code:
-    return compile_steps(parse(ptx), lanes)
+def _code(ptx: str, largest: int) -> Code:
+    return compile_steps(parse(ptx), largest)
 
 
 def sizes(name: str, given: Sequence[int] | int) -> tuple[int, int, int]:

@@ -174,15 +174,19 @@ class BasicBlock:
 
 @dataclass(frozen=True)
 class Code:
-    """A program in steps, with batches sized for some number of lanes."""
+    """A program in steps, with batches up to some size."""
 
     blocks: dict[int, BasicBlock]  # by the index of their first instruction
     registers: dict[str, int]
 
 
-def compile_steps(program: Program, lanes: int) -> Code:
-    """Return the steps of `program` for `lanes` lanes; EmulatorError for an unknown instruction."""
-    largest = max(1, BATCH_LANES // lanes)
+def batch_size(lanes: int) -> int:
+    """Return the instructions in a batch for so many lanes: a power of two, as each size is compiled anew."""
+    return 1 << max(1, BATCH_LANES // lanes).bit_length() - 1
+
+
+def compile_steps(program: Program, largest: int) -> Code:
+    """Return the steps of `program`, each of `largest` instructions; EmulatorError for an unknown one."""
     planned = []
     for start, end in program.basic_blocks:
         body = list(program.instructions[start:end])

@@ -43,8 +43,21 @@ def test_the_ladder_holds_every_rung_file_in_order():
 
 @every_dtype
 def test_each_rung_is_the_formula(step, dtype):
+    """Kernels for rows of 128 numbers are compiled for the first dtype alone, and below for the others."""
+    are_the_formula(step, dtype, SIZES if dtype == step.dtypes[0] else SIZES[:-1])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("step", "dtype"), [(step, dtype) for step, dtype in EVERY_DTYPE if dtype != step.dtypes[0]]
+)
+def test_long_rows_of_the_other_dtypes_are_the_formula(step, dtype):
+    are_the_formula(step, dtype, SIZES[-1:])
+
+
+def are_the_formula(step, dtype, sizes):
     rng = np.random.default_rng()
-    for size in SIZES:
+    for size in sizes:
         for causal in (False, True)[: 1 + (size[1] == size[2])]:
             check(step, size, causal, rng, dtype)
 
