@@ -16,14 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minidist.parallel.contract.training_state import parameter_like
+from minidist.parallel.contract.training_state import copy_options, parameter_like
 from minidist.parallel.guards.refusals import require_optimizer
-
-
-def copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Give groups the options of others, such as the learning rate; each keeps its own parameters."""
-    for given, group in zip(source, target, strict=True):
-        group.update({key: value for key, value in given.items() if key != "params"})
 
 
 def steps_on(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
