@@ -109,10 +109,6 @@ class Sharded(ABC):
         """Make the buckets of a saved run; saved: names with optimizer state. A collective."""
 
     @abstractmethod
-    def value_buckets(self) -> list[Bucket]:
-        """The buckets that hold parameters' values, cut into shares."""
-
-    @abstractmethod
     def gradients(self) -> list[Tensor]:
         """This rank's part of the sums, as far as the slices have it."""
 
@@ -184,6 +180,10 @@ class Sharded(ABC):
             ],
             [*self.model.buffers()],
         )
+
+    def value_buckets(self) -> list[Bucket]:
+        """The buckets that hold parameters' values, cut into shares."""
+        return self.buckets if self.sharded else []
 
     def parameter_of(self, each: OptimizerSlice, span: ParameterRange) -> Tensor:
         """The parameter of which a slice has a range."""

@@ -140,10 +140,6 @@ class ShardedParameters(Sharded):
         """This rank's shards as the optimizer takes them, including those that it leaves out."""
         return [each.tensor for each in self.slices.all]
 
-    def value_buckets(self) -> list[Bucket]:
-        """All buckets."""
-        return self.buckets
-
     def name_of(self, param_index: int) -> str:
         """A parameter's name in the module."""
         return self.names[self.parameters[param_index]]

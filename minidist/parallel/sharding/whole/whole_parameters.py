@@ -173,10 +173,6 @@ class WholeParameters(Sharded):
         """The buckets of all sets."""
         return [bucket for each in self.sets for bucket in each.buckets]
 
-    def value_buckets(self) -> list[Bucket]:
-        """Those that hold parameters' values."""
-        return self.buckets if self.sharded else []
-
     @property
     def orders(self) -> list[list[int]] | None:  # type: ignore[override]
         """The orders in which parameters were dealt; None where none are."""
