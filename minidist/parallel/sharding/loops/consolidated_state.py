@@ -96,7 +96,7 @@ class ConsolidatedState:
         undealt = {*shared.undealt}  # their state stays whole until a backward pass deals them
         dealt = {}
         for param_index, parameter in enumerate(shared.parameters):
-            if parameter in states and param_index in undealt:
+            if parameter in states and parameter in undealt:
                 shared.slices.optimizer.state[parameter] = dict(states[parameter])
             elif parameter in states:
                 dealt[param_index] = states[parameter]

@@ -179,9 +179,9 @@ class WholeParameters(Sharded):
         return None if self._is_alone else self._dealer.orders
 
     @property
-    def undealt(self) -> list[int]:  # type: ignore[override]
-        """The indices of parameters that are in no bucket yet, where buckets have the state."""
-        return self._dealer.undealt() if self.sharded else []
+    def undealt(self) -> list[nn.Parameter]:  # type: ignore[override]
+        """The parameters that are in no bucket yet, where buckets have the state."""
+        return [self.parameters[index] for index in self._dealer.undealt()] if self.sharded else []
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
