@@ -85,6 +85,12 @@ def put_in_lists(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Give groups the options of others, such as the learning rate; each keeps its own parameters."""
+    for given, group in zip(source, target, strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
+
+
 def load_groups(
     groups: Sequence[dict[str, Any]], have: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -98,5 +104,4 @@ def load_groups(
             f"saved one {len(saved)} of {[len(group['params']) for group in saved]}; prepare it as when it "
             "was saved"
         )
-    for group, values in zip(groups, saved, strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
+    copy_options(saved, groups)

@@ -104,13 +104,13 @@ def partition_model(
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # stages cannot send what it would give its layers in evaluation
     trace = find_chain(model, layout, layers, example) if layout.pp > 1 else None
-    skeleton = None
+    skeleton, state = None, [*model.named_parameters(), *model.named_buffers()]
+    real = [tensor for _, tensor in state if not tensor.is_meta]
     if layout.tp * layout.pp * layout.ep > 1:
-        state = [*model.named_parameters(), *model.named_buffers()]
         require_same("parameters and buffers", state, None)
         if layout.pp > 1:
-            broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
-        if any(tensor.is_meta for _, tensor in state):
+            broadcast_together(real, mesh.group("pp"))
+        if len(real) < len(state):
             skeleton = Skeleton(model, initialize)
     whole = WholeModel(model)
     share = None
@@ -132,13 +132,10 @@ def partition_model(
         mesh.blocks("dp_cp", layout.ep, again=True) if layout.ep > 1 else (None, None)
     )
     if layout.ep > 1:
-        broadcast_together(
-            [t for t in [*model.parameters(), *model.buffers()] if not t.is_meta], expert_ranks
-        )
+        broadcast_together(real, expert_ranks)
         for name, (shape, first) in share_experts(model, expert_ranks).items():
-            rest = shape[1:]
-            sizes = len(model.get_parameter(name)), *rest
-            experts[name] = Cut(tuple(shape), (first, *(0 for _ in rest)), sizes)
+            offsets = first, *(0 for _ in shape[1:])
+            experts[name] = Cut(tuple(shape), offsets, tuple(model.get_parameter(name).shape))
     if layout.tp > 1:
         parallelize(
             model, plan_for(model) if plan is None else plan, mesh.group("tp"), layout.sequence_parallel

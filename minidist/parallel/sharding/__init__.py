@@ -13,12 +13,11 @@ Of the rest it keeps its share, an n-th:
 
 An engine has one strategy for all of them, a `Sharded`, which is plain data parallelism too: in the first row
 only sums of gradients are shared. The classes of the last column are for people's own loops. A model has one
-set of parameters, or several, such as experts: each with its row and its ranks (`ParameterSet`). A bucket's
-gradients are complete when the last of them has arrived (`Reducer`) or, where parameters are not whole, when
-the backward pass has left a unit of the model (`UnitRuntime`). Then the bucket is reduced (`Bucket.reduce`),
-the optimizer updates this rank's slices (`OptimizerSlices.update`), and the shares are published
-(`Bucket.gather`). With hybrid sharding n is the size of a group, and each share has an owner in every group
-(`GradientComm.hybrid`).
+set of parameters, or several, such as experts: each with its ranks (`ParameterSet`). A bucket's gradients are
+complete when the last of them has arrived (`Reducer`) or, where parameters are not whole, when the backward
+pass has left a unit of the model (`UnitRuntime`). Then the bucket is reduced (`Bucket.reduce`), the optimizer
+updates this rank's slices (`OptimizerSlices.update`), and the shares are published (`Bucket.gather`). With
+hybrid sharding n is the size of a group, and each share has an owner in every group (`GradientComm.hybrid`).
 
 Where memory is given back:
 

@@ -1,11 +1,11 @@
 """`Sharded`: the engine's strategy for plain data parallelism and ZeRO 1 to 3, whatever each rank keeps.
 
-The engine's step (engine/training_step.py) is the same for all rows of the table, and calls these methods.
 The table in contract/residency.py decides: data parallelism and ZeRO 1 to 3 are this one strategy with four
-rows. A model may have several sets of parameters, each with its row and its ranks (parameter_set.py). How
-gradients come to be sums differs: where parameters are whole, whenever some arrive (whole_parameters.py);
-otherwise when a unit of the model is left (sharded_parameters.py). From there on all rows do the same, which
-is here, and state_by_name.py tells where each part of the state lies.
+rows. The engine's step (engine/training_step.py) is the same for all of them, and calls these methods. A
+model may have several sets of parameters, each with its ranks (parameter_set.py). How gradients come to be
+sums differs: where parameters are whole, whenever some arrive (whole_parameters.py); otherwise when a unit of
+the model is left (sharded_parameters.py). From there on all rows do the same, which is here, and
+state_by_name.py tells where each part of the state lies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sharded(ABC):
         gathers: whether `forward` is a collective, which a rank without rows also has to call.
         buckets: hold the parameters, as far as they are dealt.
         on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
-        undealt: indices of parameters in no bucket yet, where a share of them will have the state.
+        undealt: parameters in no bucket yet, where a share of them will have the state.
         undealt_masters: their whole masters until then.
         orders: parameter indices, for each time that some were dealt; None where none are.
     """
@@ -65,7 +65,7 @@ class Sharded(ABC):
     group_names: Sequence[Sequence[str]]
     slices: OptimizerSlices
     buckets: list[Bucket]
-    undealt: list[int]
+    undealt: list[nn.Parameter]
     undealt_masters: dict[Tensor, Tensor]
     orders: list[list[int]] | None
 
@@ -107,10 +107,6 @@ class Sharded(ABC):
     @abstractmethod
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets of a saved run; saved: names with optimizer state. A collective."""
-
-    @abstractmethod
-    def value_buckets(self) -> list[Bucket]:
-        """The buckets that hold parameters' values, cut into shares."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
@@ -184,6 +180,10 @@ class Sharded(ABC):
             ],
             [*self.model.buffers()],
         )
+
+    def value_buckets(self) -> list[Bucket]:
+        """The buckets that hold parameters' values, cut into shares."""
+        return self.buckets if self.sharded else []
 
     def parameter_of(self, each: OptimizerSlice, span: ParameterRange) -> Tensor:
         """The parameter of which a slice has a range."""

@@ -47,7 +47,7 @@ def share_model(
             broadcast_buffers); otherwise of `FullyShard`, such as offload.
         master: the dtype in which the optimizer updates copies of the parameters; None for no copies.
         gradient_comm: the ranks; None for all.
-        others: sets of parameters that some of these ranks share in another way, such as experts.
+        others: sets of parameters that only some of these ranks share, such as experts; of the same row.
     """
     sets = [ParameterSet(residency, gradient_comm or GradientComm(None)), *others]
     if any(param_set.residency != residency for param_set in others):

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minidist.parallel.contract.tensor_boxes import TensorBox, cut_chunks, optimizer_boxes, whole_box
 from minidist.parallel.contract.training_state import load_groups, loadable_tensors, put_in_lists
@@ -22,15 +22,10 @@ from minidist.parallel.sharding.optimizer.optimizer_slices import SCALARS, Optim
 from minidist.parallel.sharding.sharded import Sharded
 
 
-def _undealt(shared: Sharded) -> list[nn.Parameter]:
-    """The parameters that will be in a bucket with state, and are in none yet."""
-    return [shared.parameters[index] for index in shared.undealt]
-
-
 def keep_whole_masters(shared: Sharded) -> None:
     """Make whole masters of parameters that no backward pass has dealt, if the optimizer has them."""
     updated = {name for names in shared.group_names for name in names}
-    for parameter in _undealt(shared):
+    for parameter in shared.undealt:
         if shared.slices.master not in (None, parameter.dtype) and shared.names[parameter] in updated:
             shared.undealt_masters[parameter] = parameter.detach().to(shared.slices.master)
 
@@ -109,7 +104,7 @@ def state_boxes(shared: Sharded) -> Iterator[TensorBox]:
             for alias in aliases[parameter]:
                 values = bucket.shard[start : start + len(span)]
                 yield from cut_chunks(alias, tuple(parameter.shape), span.start, values)
-    for parameter in _undealt(shared):
+    for parameter in shared.undealt:
         yield from optimizer_boxes(shared.names[parameter], slices.optimizer.state.get(parameter, {}))
     given = set()  # names of scalars: this rank may have several slices of one parameter
     for each, span, tensor, state in slices.by_parameter():
@@ -136,7 +131,7 @@ def settings(shared: Sharded) -> dict[str, Any]:
     states = [
         (shared.parameter_of(each, span), state) for each, span, _, state in shared.slices.by_parameter()
     ]
-    states += [(parameter, optimizer.state.get(parameter, {})) for parameter in _undealt(shared)]
+    states += [(parameter, optimizer.state.get(parameter, {})) for parameter in shared.undealt]
     numbers: dict[str, dict[str, Any]] = {}
     for parameter, state in states:
         if own := {key: _numbers(value) for key, value in state.items() if not isinstance(value, Tensor)}:
@@ -177,7 +172,7 @@ def load_settings(
                 values[key] = wholes.setdefault((name, key), whole)
         return put_in_lists(values)
 
-    for parameter in _undealt(shared):
+    for parameter in shared.undealt:
         if values := empty(parameter, parameter.device, None):
             slices.optimizer.state[parameter] = values
     keep_whole_masters(shared)

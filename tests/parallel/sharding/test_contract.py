@@ -22,7 +22,6 @@ from minidist.parallel.flat import buckets
 from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.sharding.optimizer import optimizer_slices
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.units import units
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
@@ -301,9 +300,9 @@ def without_the_ranks_flags(synchronize: Any, self: ShardedParameters, *totals: 
     return synchronize(self, *totals)
 
 
-@instead_of(FlatParameterGroups, "hand_over")
-def all_in_the_first_group(hand_over: Any, self: FlatParameterGroups, parameters: Any) -> Any:
-    return hand_over(self, [(0, each) for _, each in parameters])
+@instead_of(OptimizerSlices, "add")
+def all_in_the_first_group(add: Any, self: OptimizerSlices, buckets: Any, group_of: Any) -> None:
+    add(self, buckets, dict.fromkeys(group_of, 0))
 
 
 # And of units.

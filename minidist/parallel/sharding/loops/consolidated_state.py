@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist._arguments import is_whole
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.contract.training_state import copy_options
 from minidist.parallel.sharding.optimizer.optimizer_slices import has_elements
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
 
@@ -86,9 +87,8 @@ class ConsolidatedState:
                 f"state_dict has groups of {given} parameters and the optimizer of {have}; load it into one "
                 "of the same groups"
             )
-        for group, values in zip(shared.groups, saved, strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
-            numbers = [number for group in saved for number in group["params"]]
+        copy_options(saved, shared.groups)
+        numbers = [number for group in saved for number in group["params"]]
         parameter_of = dict(zip(numbers, _in_groups(shared), strict=True))
         states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
         shared.slices.optimizer.state.clear()
@@ -96,7 +96,7 @@ class ConsolidatedState:
         undealt = {*shared.undealt}  # their state stays whole until a backward pass deals them
         dealt = {}
         for param_index, parameter in enumerate(shared.parameters):
-            if parameter in states and param_index in undealt:
+            if parameter in states and parameter in undealt:
                 shared.slices.optimizer.state[parameter] = dict(states[parameter])
             elif parameter in states:
                 dealt[param_index] = states[parameter]

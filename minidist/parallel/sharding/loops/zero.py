@@ -17,12 +17,13 @@ import torch
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ROWS
+from minidist.parallel.contract.training_state import copy_options
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
 from minidist.parallel.sharding.loops.consolidated_state import ConsolidatedState
 from minidist.parallel.sharding.loops.loop_classes import check_zero_arguments, delegated
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.optimizer.parameter_groups import copy_options, same_options
+from minidist.parallel.sharding.optimizer.parameter_groups import same_options
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable

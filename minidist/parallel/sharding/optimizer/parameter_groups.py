@@ -16,14 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minidist.parallel.contract.training_state import parameter_like
+from minidist.parallel.contract.training_state import copy_options, parameter_like
 from minidist.parallel.guards.refusals import require_optimizer
-
-
-def copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Give groups the options of others, such as the learning rate; each keeps its own parameters."""
-    for given, group in zip(source, target, strict=True):
-        group.update({key: value for key, value in given.items() if key != "params"})
 
 
 def steps_on(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
@@ -43,8 +37,8 @@ def same_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, An
 class FlatParameterGroups:
     """The optimizer that `make` makes of the parameters of `module`, which may be on the meta device.
 
-    `optimizer` has stand-ins until `hand_over`. `names` are those of each group's parameters, and `of` has
-    the group's number for each parameter index; parameters that the optimizer leaves out are in no group.
+    `optimizer` has stand-ins until slices replace them. `names` are those of each group's parameters, and
+    `of` has the group's number for each parameter index; parameters that it leaves out are in no group.
     """
 
     def __init__(
@@ -75,31 +69,17 @@ class FlatParameterGroups:
         by_name = {name: number for number, names in enumerate(self.names) for name in names}
         named = enumerate(name for name, _ in module.named_parameters())
         self.of = {index: by_name[name] for index, name in named if name in by_name}
-        self.begins_with_state = bool(self.optimizer.state)
+        self._begins_with_state = bool(self.optimizer.state)
+        self.optimizer.state.clear()  # of stand-ins
 
-    def hand_over(self, pieces: Iterable[tuple[int | None, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer, in which pieces, each given with its group's number, have replaced the stand-ins."""
-        groups: list[list[nn.Parameter]] = [[] for _ in self.names]
-        for number, piece in pieces:
-            if number is not None:
-                groups[number].append(piece)
-        if self.begins_with_state:
-            self.optimizer = self._made_again(groups)
-        for group, own in zip(self.optimizer.param_groups, groups, strict=True):
-            group["params"] = own
-        return self.optimizer
-
-    def begin(self, pieces: Iterable[tuple[int | None, nn.Parameter]]) -> None:
-        """Give further pieces the state that the optimizer begins with."""
-        if self.begins_with_state:
-            groups: list[list[nn.Parameter]] = [[] for _ in self.names]
-            for number, piece in pieces:
-                if number is not None and piece not in self.optimizer.state:
-                    groups[number].append(piece)
-            self.optimizer.state.update(self._made_again(groups).state)
+    def begin(self) -> None:
+        """Give new pieces in the groups the state that the optimizer begins with, as Adagrad does."""
+        if self._begins_with_state:
+            known, groups = self.optimizer.state, self.optimizer.param_groups
+            known.update(self._made_again([[p for p in g["params"] if p not in known] for g in groups]).state)
 
     def _made_again(self, groups: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-        """An optimizer of the same class over the pieces, for one that begins with state, as Adagrad does."""
+        """An optimizer of the same class over the pieces."""
         kind = type(self.optimizer)
         given = [
             {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}

@@ -2,6 +2,6 @@
 
 | File | Holds |
 |---|---|
-| parameter_set.py | `ParameterSet`: parameters, their row, their ranks, and the rounds of their gradients |
+| parameter_set.py | `ParameterSet`: parameters, their ranks, and the rounds of their gradients |
 | equal_start.py | `start_equal`: ranks begin with the same values |
 """

@@ -92,8 +92,7 @@ class ShardedParameters(Sharded):
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
         self._add_slices([bucket for bucket in self.buckets if not bucket.frozen])
-        self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
-        self.optimizer: torch.optim.Optimizer = self.slices.optimizer
+        self.optimizer = self.groups.optimizer
         if prefetch is None:
             values = (bucket.values for bucket in self.buckets)
             over = self.gradient_comm.share_group
@@ -128,6 +127,7 @@ class ShardedParameters(Sharded):
         for those in homes.values():
             self.on_owners.append(WholeOnOwners(those, self.parameters, memory, work))
             self.slices.add(self.on_owners[-1:], self.groups.of)
+        self.groups.begin()
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""
@@ -139,10 +139,6 @@ class ShardedParameters(Sharded):
     def pieces(self) -> list[nn.Parameter]:
         """This rank's shards as the optimizer takes them, including those that it leaves out."""
         return [each.tensor for each in self.slices.all]
-
-    def value_buckets(self) -> list[Bucket]:
-        """All buckets."""
-        return self.buckets
 
     def name_of(self, param_index: int) -> str:
         """A parameter's name in the module."""
@@ -167,7 +163,6 @@ class ShardedParameters(Sharded):
                 dtype, device = self.slices.master or bucket.dtype, bucket.shard.device
                 bucket.frozen, bucket.reduced = False, self.slices.memory.zeros(bucket.share, dtype, device)
             self._add_slices(buckets)
-            self.groups.begin((each.group, each.tensor) for each in self.slices.all)
             self.wait()
             self._make_room()
 

@@ -173,19 +173,15 @@ class WholeParameters(Sharded):
         """The buckets of all sets."""
         return [bucket for each in self.sets for bucket in each.buckets]
 
-    def value_buckets(self) -> list[Bucket]:
-        """Those that hold parameters' values."""
-        return self.buckets if self.sharded else []
-
     @property
     def orders(self) -> list[list[int]] | None:  # type: ignore[override]
         """The orders in which parameters were dealt; None where none are."""
         return None if self._is_alone else self._dealer.orders
 
     @property
-    def undealt(self) -> list[int]:  # type: ignore[override]
-        """The indices of parameters that are in no bucket yet, where buckets have the state."""
-        return self._dealer.undealt() if self.sharded else []
+    def undealt(self) -> list[nn.Parameter]:  # type: ignore[override]
+        """The parameters that are in no bucket yet, where buckets have the state."""
+        return [self.parameters[index] for index in self._dealer.undealt()] if self.sharded else []
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
