@@ -12,6 +12,7 @@ from torch import nn
 
 import minidist as md
 from tests.conftest import Clusters
+from tests.helpers.refusals import refused_on_ranks
 
 LAYOUTS = [md.Layout(dp=2, zero=zero) for zero in (0, 1, 3)]
 
@@ -97,16 +98,11 @@ def test_a_hook_may_rename(cluster_of: Clusters, tmp_path: Path, layout: md.Layo
 def test_a_hook_may_not_copy(cluster_of: Clusters, tmp_path: Path, layout: md.Layout) -> None:
     """A load would write into the copy. Under ZeRO-3 there is nothing to copy."""
 
-    def refused() -> str:
-        engine = trained(Plain, "copies", layout)
-        try:
-            md.save(engine, tmp_path / "saved")
-        except Exception as error:
-            return str(error)
-        return ""
+    def save() -> None:
+        md.save(trained(Plain, "copies", layout), tmp_path / "saved")
 
     text = "linear.weight has no values now" if layout.zero == 3 else "kernel, which is no parameter and no"
-    assert all(text in each for each in cluster_of(2).run(refused))
+    refused_on_ranks(cluster_of(2), Exception, text, save)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -118,21 +114,15 @@ def test_extra_state_is_saved_as_torch_does(cluster_of: Clusters, tmp_path: Path
 
 
 def test_extra_state_that_no_file_can_hold_is_named(cluster_of: Clusters, tmp_path: Path) -> None:
-    def refused() -> list[str]:
-        texts, told = [], trained(Odd, "", LAYOUTS[0])
-        for call in (
-            lambda: md.save(trained(Odd, "unknown", LAYOUTS[0]), tmp_path / "saved"),
-            lambda: md.export(told, tmp_path / "told.safetensors"),
-        ):
-            try:
-                call()
-            except TypeError as error:
-                texts.append(str(error))
-        return texts
+    def save() -> None:
+        md.save(trained(Odd, "unknown", LAYOUTS[0]), tmp_path / "saved")
 
-    for saved, exported in cluster_of(2).run(refused):
-        assert "extra_state._extra_state is a object, which a checkpoint cannot hold" in saved
-        assert "_extra_state of the model is a dict; export to .pt" in exported
+    def export() -> None:
+        md.export(trained(Odd, "", LAYOUTS[0]), tmp_path / "told.safetensors")
+
+    said = "extra_state._extra_state is a object, which a checkpoint cannot hold"
+    refused_on_ranks(cluster_of(2), TypeError, said, save)
+    refused_on_ranks(cluster_of(2), TypeError, "_extra_state of the model is a dict; export to .pt", export)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

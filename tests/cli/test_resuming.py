@@ -27,7 +27,9 @@ from minidist.parallel.engine.training_step import Engine
 from tests.conftest import Clusters
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG, until
+from tests.helpers.contract import patched, with_fault
 from tests.helpers.processes import descendants, wait_until_gone
+from tests.helpers.refusals import refused_on_ranks
 
 HERE = Path(__file__).parent.parent
 CONFIG = TrainConfig(steps=14, batch=13, save_every=3, layout=md.Layout(dp=2))
@@ -146,11 +148,6 @@ def test_a_longer_run_goes_on_from_a_shorter_one(
 
 
 def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path: Path) -> None:
-    def refused(config: TrainConfig) -> str:
-        with pytest.raises(ValueError, match=r"has checkpoints|is of a training with") as error:
-            train(config)
-        return str(error.value)
-
     config = replace(CONFIG, steps=2, save=str(tmp_path))
     cluster_of(2).run(train, config)
     for other, text in (
@@ -166,10 +163,10 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
             "precision='fp32', and this one has 'bf16'; give --lay",
         ),
     ):
-        for said in cluster_of(2).run(refused, replace(config, **other)):
-            assert f"is of a training with {text}" in said
-    for said in cluster_of(2).run(refused, replace(config, resume=False)):
-        assert "has checkpoints, and the training must not continue from them" in said
+        said = f"is of a training with {text}"
+        refused_on_ranks(cluster_of(2), ValueError, said, train, replace(config, **other))
+    said = "has checkpoints, and the training must not continue from them"
+    refused_on_ranks(cluster_of(2), ValueError, said, train, replace(config, resume=False))
     with pytest.raises(ValueError, match=r"give --batch 13, or another folder to --save$"):
         run(replace(config, batch=8))  # before ranks start
 
@@ -251,21 +248,16 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(
 def test_where_nothing_can_be_saved_is_said_before_the_first_step(
     cluster_of: Clusters, tmp_path: Path
 ) -> None:
-    def refused(config: TrainConfig) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Engine, "step", None)
-            with pytest.raises(ValueError, match="no checkpoint") as error:
-                train(config)
-        return str(error.value)
-
+    no_steps = patched(Engine, "step", None)
     (tmp_path / "file").write_text("no folder")
     for save, why in (
         (tmp_path / "file", "it is not a folder"),
         (tmp_path / "file" / "runs", "it is not a folder"),
         (Path("/proc/runs"), "No such file or directory"),
     ):
-        expected = f"no checkpoint can be saved in {save}: {why}; give another folder"
-        assert cluster_of(2).run(refused, replace(CONFIG, save=str(save))) == [expected, expected]
+        said = f"no checkpoint can be saved in {save}: {why}; give another folder"
+        config = replace(CONFIG, save=str(save))
+        refused_on_ranks(cluster_of(2), ValueError, said, with_fault, no_steps, train, config)
     assert (tmp_path / "file").read_text() == "no folder"
 
 

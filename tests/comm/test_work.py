@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from minidist.comm import ledgers, work
 from tests.comm.programs import run_script
 from tests.helpers.clocks import HANG, Clock
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import error_of
 
 READS_PROC = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -114,13 +114,8 @@ def in_two_threads(group: work.Group, other: work.Group) -> tuple[list[str], lis
         finally:
             inside.wait()
 
-    def error_of(act: Callable[[], None]) -> str:
-        with pytest.raises(md.CollectiveError) as caught:
-            act()
-        return str(caught.value)
-
     with ThreadPoolExecutor(2) as pool:
-        errors = [*pool.map(error_of, (first, second))]
+        errors = [*pool.map(partial(error_of, md.CollectiveError), (first, second))]
     sums.append(float(reduced(torch.ones(()), group=group)))  # the group is free again
     return errors, sums
 

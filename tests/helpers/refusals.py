@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from minidist.comm.launching.cluster import Cluster
+
 
 def refuses(
     call: Callable[..., object],
@@ -29,3 +31,21 @@ def refuses(
         assert not literal or "\n" not in str(caught.value)
 
     return test
+
+
+Kind = type[Exception] | tuple[type[Exception], ...]
+
+
+def error_of(kind: Kind, call: Callable[..., object], *given: Any) -> str:
+    """The text of the error in which a call ends; a failure where it ends in none of this kind."""
+    with pytest.raises(kind) as caught:
+        call(*given)
+    return str(caught.value)
+
+
+def refused_on_ranks(
+    cluster: Cluster, kind: Kind, says: str, call: Callable[..., object], *given: Any
+) -> None:
+    """Fail unless a call ends on all ranks in an error of this kind with one text, which has `says` in it."""
+    (told,) = {*cluster.run(error_of, kind, call, *given)}
+    assert says in told

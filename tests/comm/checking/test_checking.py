@@ -21,6 +21,7 @@ from minidist.model import GPT, GPTConfig
 from tests.comm.programs import run_script, torchrun
 from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
+from tests.helpers.refusals import error_of
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +45,12 @@ def told(cluster: md.Cluster, program: Callable[[], Any], begins: bool = False) 
     begins: a call of it begins before the error, which is not caught then: it leaves the ranks out of step.
     """
 
-    def attempt() -> str:
-        try:
-            program()
-        except comm.CollectiveError as error:
-            return str(error)
-        return "no error"
-
     if begins:
         with pytest.raises(md.RankError) as caught:
             cluster.run(program)
         assert isinstance(caught.value.__cause__, comm.CollectiveError)
         return str(caught.value.__cause__)
-    texts = cluster.run(attempt)
+    texts = cluster.run(error_of, comm.CollectiveError, program)
     assert len(set(texts)) == 1, texts
     return texts[0]
 

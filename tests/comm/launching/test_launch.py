@@ -38,7 +38,7 @@ from tests.helpers import warm_python
 from tests.helpers.clocks import HANG, until
 from tests.helpers.fresh_python import output_of
 from tests.helpers.processes import alive, descendants, wait_until_gone
-from tests.helpers.refusals import refuses
+from tests.helpers.refusals import error_of, refuses
 
 
 @contextlib.contextmanager
@@ -114,9 +114,7 @@ def test_an_optimizer_that_stepped_here_travels_without_this_process_hooks(clust
         model = md.DataParallel(torch.nn.Linear(1, 1), overlap=False)
         optimizer = Own(model.parameters(), lr=0.1)
         model(torch.ones(1, 1)).sum().backward()
-        with pytest.raises(RuntimeError) as caught:
-            optimizer.step()
-        return str(caught.value)
+        return error_of(RuntimeError, optimizer.step)
 
     for text in cluster_of(2).run(told):
         assert "call the DataParallel's synchronize" in text  # the rank's own hook

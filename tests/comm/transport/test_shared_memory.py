@@ -17,6 +17,7 @@ from minidist.comm.transport import host, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
 from tests.helpers.clocks import HANG
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import error_of
 
 pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
@@ -83,19 +84,15 @@ def test_nothing_has_a_name_that_could_be_left_behind() -> None:
 
 
 def test_different_calls_are_told_on_all_ranks() -> None:
-    def differ() -> str:
+    def differ() -> None:
         comm.barrier()
-        try:
-            if md.rank() == 1:
-                comm.all_reduce(torch.ones(3), algorithm="shared_memory")
-            else:
-                comm.all_gather(torch.ones(4), algorithm="shared_memory")
-        except comm.CollectiveError as error:
-            return str(error)
-        return ""
+        if md.rank() == 1:
+            comm.all_reduce(torch.ones(3), algorithm="shared_memory")
+        else:
+            comm.all_gather(torch.ones(4), algorithm="shared_memory")
 
     with md.Cluster(3) as cluster:
-        for message in cluster.run(differ):
+        for message in cluster.run(error_of, comm.CollectiveError, differ):
             assert "all_reduce (sum) of float32[3]" in message
             assert "all_gather of float32[4]" in message  # as it was given, not the result
 

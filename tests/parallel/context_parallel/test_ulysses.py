@@ -19,6 +19,7 @@ from minidist.scale.step_time.layer_work import RING_TILE, LayerWork
 from tests.conftest import Clusters
 from tests.helpers.contract import patched, with_fault
 from tests.helpers.models import hugging_face
+from tests.helpers.refusals import refused_on_ranks
 from tests.parallel.context_parallel.test_ring_attention import EXACT, drawn, in_full, own
 
 CASES = [
@@ -118,14 +119,9 @@ def test_every_rank_has_the_same_work(cluster_of: Clusters, ranks: int, trading:
         check_work(cluster_of(ranks).run(with_fault, without_a_mask, counted, trading), trading)
 
 
-def refused() -> str:
-    with pytest.raises(ValueError, match="2 key heads for the 3 ranks that trade heads") as error:
-        by_ulysses(drawn(6, 4, 2), True, 3)
-    return str(error.value)
-
-
 def test_more_ranks_than_key_heads_are_refused(cluster_of: Clusters) -> None:
-    assert len({*cluster_of(3).run(refused)}) == 1
+    said = "2 key heads for the 3 ranks that trade heads"
+    refused_on_ranks(cluster_of(3), ValueError, said, by_ulysses, drawn(6, 4, 2), True, 3)
 
 
 def prepared(layout: str, name: str) -> None:

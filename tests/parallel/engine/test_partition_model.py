@@ -23,6 +23,7 @@ from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import Chain
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refused_on_ranks
 from tests.parallel.sharding.cases import CASES
 from tests.parallel.test_layouts import CASE, gpt
 
@@ -166,18 +167,9 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_go_names_the_axis(cluster_of: Clusters, name: str) -> None:
     model, text, options, message = WRONG[name]
-    layout = PARSE(text)
-
-    def prepare() -> str:
-        given = {"optimizer": CASE.optimizer, **options}
-        try:
-            md.prepare(model(), layout=layout, **given)
-        except (ValueError, TypeError) as error:
-            return str(error)
-        return ""
-
-    for told in cluster_of(layout.ranks).run(prepare):
-        assert message in told
+    given = {"optimizer": CASE.optimizer, "layout": PARSE(text), **options}
+    ranks = cluster_of(PARSE(text).ranks)
+    refused_on_ranks(ranks, (ValueError, TypeError), message, lambda: md.prepare(model(), **given))
 
 
 @on_ranks(2)

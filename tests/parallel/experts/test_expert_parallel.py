@@ -22,6 +22,7 @@ from minidist.parallel.experts.load_balance import balance_experts, balanced_rou
 from minidist.parallel.training.precision import Precision
 from tests.conftest import Clusters
 from tests.helpers.contract import instead_of, with_fault
+from tests.helpers.refusals import refused_on_ranks
 
 TINY = GPTConfig(vocabulary=11, context=8, layers=2, heads=2, width=8, experts=4)
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -223,11 +224,6 @@ def test_a_model_that_cannot_be_shared_is_refused() -> None:
     assert [*experts_of(GPT(TINY))] == ["layers.1.mlp.experts", "layers.2.mlp.experts"]
 
 
-def refused() -> str:
-    with pytest.raises(ValueError, match="experts has 4 experts, which ep=3 does not divide") as error:
-        share_experts(layer())
-    return str(error.value)
-
-
 def test_ranks_that_do_not_divide_the_experts_are_refused(cluster_of: Clusters) -> None:
-    assert len({*cluster_of(3).run(refused)}) == 1
+    said = "experts has 4 experts, which ep=3 does not divide"
+    refused_on_ranks(cluster_of(3), ValueError, said, share_experts, layer())

@@ -18,7 +18,7 @@ from minidist.parallel.layerwise.layer_by_layer import LayerByLayer, cut
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.schedules.instructions import Instruction
 from tests.conftest import Clusters
-from tests.helpers.refusals import refuses
+from tests.helpers.refusals import refused_on_ranks, refuses
 
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -174,15 +174,8 @@ DIFFER: dict[str, tuple[Callable[[int], Any], str]] = {
 
 
 def test_ranks_that_were_given_other_arguments_are_told(cluster_of: Clusters) -> None:
-    def make(call: Callable[[int], Any]) -> str:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is compared below)
-            call(md.rank())
-        return str(caught.value)
-
     for call, message in DIFFER.values():
-        first, second = cluster_of(2).run(make, call)
-        assert first == second
-        assert message in first
+        refused_on_ranks(cluster_of(2), ValueError, message, lambda call=call: call(md.rank()))
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2"])

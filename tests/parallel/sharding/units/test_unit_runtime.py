@@ -15,6 +15,7 @@ import minidist as md
 from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
+from tests.helpers.refusals import error_of
 from tests.parallel.sharding.cases import SGD, check_loop, mixture, seeded, vectors
 
 
@@ -177,13 +178,11 @@ def test_units_in_passes_of_any_kind(cluster_of: Clusters, name: str) -> None:
 
 
 def test_a_rank_that_calls_a_unit_again_alone_hears_of_it() -> None:
-    def call() -> str:
-        with pytest.raises(RuntimeError) as caught:
-            md.FullyShard(Repeating(1 + md.rank()), SGD)(torch.ones(1, 6))
-        return str(caught.value)
+    def call() -> None:
+        md.FullyShard(Repeating(1 + md.rank()), SGD)(torch.ones(1, 6))
 
     with md.Cluster(2, timeout=HANG) as cluster:
-        _, text = cluster.run(call)
+        _, text = cluster.run(error_of, RuntimeError, call)
     assert "unit layers.0 was called 2 times in one pass, and not so on all ranks at this point" in text
 
 
