@@ -169,7 +169,7 @@ def test_torchs_gpu_tells_what_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Fake")
     gpu = Gpu(torch)
     assert (gpu.device, gpu.l2(), gpu.free()) == ("cuda", 40 << 20, 123)
-    assert gpu.roof() == gpu.roof() == "a roof"
+    assert gpu.roof == gpu.roof == "a roof"
     assert measured == [1]
     plain, hopper = (
         CudaRung(1, "s1_x", "cuda", "", ("float32",), lambda a, b, c: None, architecture=architecture)
@@ -186,4 +186,4 @@ def test_a_gpu_whose_peaks_fail_has_none(monkeypatch):
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(gpu_peaks, "roof", full)
-    assert Gpu(torch).roof() is None
+    assert Gpu(torch).roof is None
