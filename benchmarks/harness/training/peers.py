@@ -41,7 +41,7 @@ def missing(peer: str) -> str | None:
 def plain(work: Work, checkpointed: bool = False) -> Program:
     """Train in one process, without any wrapper."""
     # Memory of recomputed activations is invisible from outside, so a checkpointed model is not counted.
-    return looped(_built(work, checkpointed), counted=not checkpointed)
+    return looped(_built(work, checkpointed), share=(0, 1), counted=not checkpointed)
 
 
 def ddp(work: Work, hook: str = "", checkpointed: bool = False) -> Program:

@@ -266,7 +266,8 @@ class ServerProgram(Program):
 
 def matrix_unit(work: Work) -> Program:
     """Train the MLP in one process on rung 8: products of bf16 numbers, float32 parameters and gradients."""
-    return looped(MLP((64, *work.hidden, 10), seed=SEED, linear=partial(Linear, rung="s8_matrix_unit")))
+    model = MLP((64, *work.hidden, 10), seed=SEED, linear=partial(Linear, rung="s8_matrix_unit"))
+    return looped(model, share=(0, 1))
 
 
 LOOPS: dict[str, Callable[..., Program]] = {
