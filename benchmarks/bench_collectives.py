@@ -7,8 +7,6 @@ and 0.70 where it is copied in and out. A ring of our messages takes 1.10 from 1
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from minidist.benchmarks.harness import collective_timing
 from minidist.benchmarks.harness.formats import binary_size
 from minidist.benchmarks.harness.training.rounds import Worlds
-from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.turns import Benchmark, case, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"
 MODEL = "All-reduce on {} ranks: measured, and predicted from alpha, beta and gamma"
@@ -41,9 +39,8 @@ LABELS = {
 QUICK = (2**16, 2**20, 2**24)
 ALL = (2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 
-
 CASES = [
-    pytest.param(variant, size, marks=() if size in quick else pytest.mark.full_only)
+    case(variant, size, quick=size in quick)
     for variant in LABELS
     for quick in [QUICK if variant in LIMITS else (2**20,)]  # one size for each form without a goal
     for size in ALL
@@ -51,8 +48,6 @@ CASES = [
 ]
 ALGORITHMS = ("torch", "shared_memory", "ring", "tree", "naive")
 SWEEP = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
-
-Swept = Callable[[int], tuple[collective_timing.Found, dict[str, dict[str, float]]]]
 
 
 @compared(GLOO)
@@ -68,28 +63,26 @@ def test_against_gloo(
         benchmark.extra_info["goal"] = {"of": "ratio", "below": LIMITS[variant]}
 
 
-@pytest.fixture(scope="module")
-def swept(full: bool, worlds: Worlds) -> Swept:
-    """The whole sweep for a number of ranks, measured once."""
-    rounds = 9 if full else 5
-    return cache(lambda ranks: worlds(ranks).run(collective_timing.sweep, ALGORITHMS, SWEEP, rounds)[0])
+def measured(worlds: Worlds, full: bool, ranks: int) -> Any:
+    """What `sweep` returns for a number of ranks."""
+    return worlds(ranks).run(collective_timing.sweep, ALGORITHMS, SWEEP, 9 if full else 5)[0]
 
 
 @compared(MODEL.format(2))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SWEEP)
-def test_prediction_2(benchmark: Benchmark, swept: Swept, algorithm: str, size: int) -> None:
+def test_prediction_2(benchmark: Benchmark, timed: Any, algorithm: str, size: int) -> None:
     """A point of the sweep: its time, and the prediction of a model fitted just before."""
-    _point(benchmark, swept(2), algorithm, size)
+    _point(benchmark, timed(2), algorithm, size)
 
 
 @compared(MODEL.format(4))
 @pytest.mark.full_only
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SWEEP)
-def test_prediction_4(benchmark: Benchmark, swept: Swept, algorithm: str, size: int) -> None:
+def test_prediction_4(benchmark: Benchmark, timed: Any, algorithm: str, size: int) -> None:
     """The same with four ranks, which may outnumber the cores."""
-    _point(benchmark, swept(4), algorithm, size)
+    _point(benchmark, timed(4), algorithm, size)
 
 
 def _point(benchmark: Benchmark, swept: Any, algorithm: str, size: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 import threadpoolctl
 from _pytest.mark import ParameterSet
 
-from minidist.benchmarks.harness.turns import Benchmark, compared, turns
+from minidist.benchmarks.harness.turns import Benchmark, case, compared, turns
 from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cpu.s8_matrix_unit import MODES
 from minidist.kernels.cpu.s8_matrix_unit import RUNG as UNIT
@@ -59,14 +59,10 @@ PAUSE = 0.12
 GOALS = {"small": 2.0, "float32": 1.0, "float64": 1 / 0.95, "tall and flat": 1 / 0.9}
 
 
-def _case(*values: object, name: str, quick: bool) -> ParameterSet:
-    return pytest.param(*values, id=name, marks=[] if quick else [pytest.mark.full_only])
-
-
 def cases() -> list[ParameterSet]:
     """Every rung on one core at each of its sizes."""
     return [
-        _case(step, size, name=f"{step.name}-{size}", quick=size <= quick)
+        case(step, size, name=f"{step.name}-{size}", quick=size <= quick)
         for step in ONE_CORE
         for quick, full in [LARGEST.get(step.number, LARGEST_COMPILED)]
         for size in SIZES
@@ -88,7 +84,7 @@ def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [_case(size, name=str(size), quick=size == 1024) for size in (64, 512, 1024, 2048, 4096)]
+    "size", [case(size, name=str(size), quick=size == 1024) for size in (64, 512, 1024, 2048, 4096)]
 )
 @compared("Matrix products on one CPU core, float64")
 def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
@@ -101,8 +97,8 @@ def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [
-        *(_case("float32", size, name=f"float32-{size}", quick=size <= 2048) for size in SIZES),
-        *(_case("float64", size, name=f"float64-{size}", quick=size == 1024) for size in SIZES[2:]),
+        *(case("float32", size, name=f"float32-{size}", quick=size <= 2048) for size in SIZES),
+        *(case("float64", size, name=f"float64-{size}", quick=size == 1024) for size in SIZES[2:]),
     ],
 )
 @compared("Matrix products on all cores")
@@ -115,7 +111,7 @@ def test_all_cores(benchmark: Benchmark, full: bool, dtype: str, size: int) -> N
 
 @pytest.mark.parametrize("step", TABLE, ids=lambda step: step.name)
 @pytest.mark.parametrize(
-    "shape", [_case(shape, name="x".join(map(str, shape)), quick=q) for shape, q in TALL_AND_FLAT.items()]
+    "shape", [case(shape, name="x".join(map(str, shape)), quick=q) for shape, q in TALL_AND_FLAT.items()]
 )
 @compared("Tall and flat products, float32: m x n x k")
 def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, int], step: Rung) -> None:
@@ -143,7 +139,7 @@ def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: R
 
 @pytest.mark.parametrize("cores", ["one", "all"])
 @pytest.mark.parametrize(("mode", "peer"), UNIT_GOALS)
-@pytest.mark.parametrize("size", [_case(n, name=str(n), quick=n == 1024) for n in (512, 1024, 2048)])
+@pytest.mark.parametrize("size", [case(n, name=str(n), quick=n == 1024) for n in (512, 1024, 2048)])
 @compared("Rung 8, the matrix unit")
 def test_matrix_unit(
     benchmark: Benchmark,

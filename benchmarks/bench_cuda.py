@@ -248,7 +248,7 @@ def _enter(benchmark: Benchmark, gpu: Gpu, step: CudaRung, kind: str, size: int)
         "peer_gflops": work / 1e9 / extra["peer_median"],
         "percent_of_peer": 100 / extra["ratio"],
     }
-    roof = gpu.roof()
+    roof = gpu.roof
     if roof is not None and kind in roof.flops:
         extra |= {
             "percent_of_gpu_peak": 100 * rate / roof.peak(kind),

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ import torch
 import minidist as md
 from minidist.benchmarks.harness.cuda.cuda_timing import float32_as
 from minidist.benchmarks.harness.training.programs import COUNTED
+from minidist.benchmarks.harness.training.rounds import Worlds
 from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
@@ -35,7 +34,6 @@ WORKS = {
     "byte GPT of 0.1 M parameters": Work("byte-tiny", rows=16),
     "byte GPT of 3 M parameters": Work("byte-small", rows=16),
 }
-
 
 Way = tuple[str, str]
 WAYS = {"float32": ("dp=1", "float32"), "TF32": ("dp=1", "tf32"), "bfloat16": ("precision=bf16", "float32")}
@@ -61,34 +59,25 @@ class Trained:
                 torch.cuda.synchronize()
 
 
-Measure = Callable[[str], tuple[dict[str, list[float]], dict[str, Trained]]]
-
-
-@pytest.fixture(scope="module")
-def trained(full: bool) -> Measure:
-    """Each model on the CPU and in every way on the GPU, in turns, once."""
-
-    @cache
-    def measure(name: str) -> tuple[dict[str, list[float]], dict[str, Trained]]:
-        torch.set_num_threads(available_cores())  # a container may leave fewer than torch takes
-        work = WORKS[name]
-        programs = {CPU: Trained(work, "cpu", WAYS["float32"])}
-        programs |= {label: Trained(work, "cuda", way) for label, way in WAYS.items()}
-        start = time.perf_counter()
-        programs[CPU]()
-        once = time.perf_counter() - start
-        rounds = max(5, min(100, int((20 if full else 4) / once)))
-        return time_in_turns(programs, rounds), programs
-
-    return measure
+def measured(_: Worlds, full: bool, name: str) -> tuple[dict[str, list[float]], dict[str, Trained]]:
+    """A model on the CPU and in every way on the GPU, in turns."""
+    torch.set_num_threads(available_cores())  # a container may leave fewer than torch takes
+    work = WORKS[name]
+    programs = {CPU: Trained(work, "cpu", WAYS["float32"])}
+    programs |= {label: Trained(work, "cuda", way) for label, way in WAYS.items()}
+    start = time.perf_counter()
+    programs[CPU]()
+    once = time.perf_counter() - start
+    rounds = max(5, min(100, int((20 if full else 4) / once)))
+    return time_in_turns(programs, rounds), programs
 
 
 @compared(GROUP)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WORKS)
-def test_devices(benchmark: Benchmark, trained: Any, name: str, way: str) -> None:
+def test_devices(benchmark: Benchmark, timed: Any, name: str, way: str) -> None:
     """One step: forward, backward, update."""
-    seconds, programs = trained(name)
+    seconds, programs = timed(name)
     first = programs[way].losses[0], programs[CPU].losses[0]  # the same training, but for its arithmetic
     assert abs(first[0] - first[1]) <= 0.02 * abs(first[1]), f"the first losses are {first}"
     record(benchmark, seconds[way], seconds[CPU], CPU)

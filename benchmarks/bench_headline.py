@@ -6,6 +6,8 @@ beside torch's. Few rounds and one size each; the other suites measure the same 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from minidist.benchmarks.bench_cpu_matmul import LADDER, beside_blas
@@ -52,16 +54,15 @@ def test_all_reduce(benchmark: Benchmark, worlds: Worlds) -> None:
     benchmark.extra_info["label"] = f"all-reduce, {binary_size(BYTES)}"
 
 
-@pytest.fixture(scope="module")
-def steps(worlds: Worlds) -> Measured:
-    """All strategies and their peers in turns, measured once."""
+def measured(worlds: Worlds, _: bool) -> Measured:
+    """All strategies and their peers in turns."""
     return measure(worlds, WORK, STEPS, rounds=5, each=0.6)
 
 
 @compared("Headline: a training step on 2 ranks, a byte GPT of 3 M parameters, 4 rows of 128, beside torch")
 @pytest.mark.parametrize("pair", STEPS, ids=lambda pair: pair.row.layout)
-def test_step(benchmark: Benchmark, steps: Measured, pair: Pair) -> None:
+def test_step(benchmark: Benchmark, timed: Any, pair: Pair) -> None:
     """One step: forward, backward, communication, update."""
-    enter(benchmark, pair, WORK, steps)
+    enter(benchmark, pair, WORK, timed())
     for name in ("strategy", "layout"):  # the table of strategies has rows with more rounds
         del benchmark.extra_info[name]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
 import minidist as md
+from minidist.benchmarks.harness.training.rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
 
 pytestmark = pytest.mark.no_finding
@@ -59,8 +61,7 @@ def test_warm_no_op(benchmark: Benchmark) -> None:
     benchmark.extra_info |= {"label": f"no-op, {RANKS} warm ranks", "goal": {"of": "median", "below": 0.010}}
 
 
-@pytest.fixture(scope="module")
-def cold(full: bool) -> dict[str, list[float]]:
+def measured(_: Worlds, full: bool) -> dict[str, list[float]]:
     """Seconds of scripts that launch cold ranks, in turns with processes that import torch."""
     scripts: list[tuple[float, float]] = []
 
@@ -75,9 +76,9 @@ def cold(full: bool) -> dict[str, list[float]]:
 
 @compared(GROUP)
 @pytest.mark.parametrize("what", ["script", "launch"])
-def test_cold(benchmark: Benchmark, cold: dict[str, list[float]], what: str) -> None:
+def test_cold(benchmark: Benchmark, timed: Any, what: str) -> None:
     """A whole script as the shell sees it, and the first `launch` in a process that is already running."""
-    record(benchmark, cold[what], cold["torch"], "import torch")
+    record(benchmark, timed()[what], timed()["torch"], "import torch")
     label = f"{'md.' * (what == 'launch')}{what}, {RANKS} cold ranks"
     benchmark.extra_info |= {"label": label, "goal": {"of": "ratio", "below": 1.5}}
 

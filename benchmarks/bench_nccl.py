@@ -6,13 +6,11 @@ the ring is our own algorithm over NCCL's messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-import minidist as md
 from minidist.benchmarks.harness.collective_timing import enter, time_against_torch
+from minidist.benchmarks.harness.training.rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared
 
 GPUS = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
@@ -24,18 +22,11 @@ GROUP = "Collectives of GPUs beside torch.distributed over NCCL"
 VARIANTS = ("all-reduce", "ring", "reduce-scatter", "all-gather", "broadcast", "all-to-all")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[md.Cluster]:
-    """Warm ranks, one for each GPU."""
-    with md.Cluster(GPUS, timeout=300) as cluster:
-        yield cluster
-
-
 @compared(GROUP)
 @pytest.mark.parametrize("size", [2**16, 2**20, 2**24, 2**28])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_against_nccl(benchmark: Benchmark, full: bool, cluster: md.Cluster, variant: str, size: int) -> None:
+def test_against_nccl(benchmark: Benchmark, full: bool, worlds: Worlds, variant: str, size: int) -> None:
     """The same tensor, rewritten before each call."""
-    timed = cluster.run(time_against_torch, variant, size, 15 if full else 7, "cuda")
+    timed = worlds(GPUS).run(time_against_torch, variant, size, 15 if full else 7, "cuda")
     label = "all-reduce by our ring" if variant == "ring" else variant
     enter(benchmark, timed, variant, size, label, "NCCL")

@@ -7,8 +7,6 @@ runs every program once. The losses of the first steps have to agree. Memory is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -25,18 +23,17 @@ GROUP = f"The training ladder: a GPT of 0.9 M parameters, {WORK.rows} rows of {W
 ONE = program_name(FORMS[0].name, plain=True)
 
 
-@pytest.fixture(scope="module")
-def ladder(full: bool) -> Iterator[Callable[[], rounds.Measured]]:
-    """All programs in turns, once."""
+def measured(_: rounds.Worlds, full: bool) -> rounds.Measured:
+    """All programs in turns, on ranks with one thread each."""
     with rounds.warm_worlds(threads=1) as worlds:
-        yield cache(lambda: rounds.measure_jobs(worlds, jobs(WORK, FORMS), 30 if full else 7))
+        return rounds.measure_jobs(worlds, jobs(WORK, FORMS), 30 if full else 7)
 
 
 @compared(GROUP)
 @pytest.mark.parametrize("form", [pytest.param(form, id=form.name) for form in FORMS])
-def test_rung(benchmark: Benchmark, ladder: Any, form: RungForm) -> None:
+def test_rung(benchmark: Benchmark, timed: Any, form: RungForm) -> None:
     """One step: forward, backward, communication, update."""
-    enter(benchmark, form, ladder(), WORK)
+    enter(benchmark, form, timed(), WORK)
 
 
 def check(form: RungForm, measured: rounds.Measured) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
 import minidist as md
+from minidist.benchmarks.harness.training.rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.scale.planner.trial import NEAR, trial
 from minidist.scale.step_time import StepTime, predict_step
@@ -58,20 +59,17 @@ def ratio(turns: list[tuple[float, StepTime]]) -> float:
     return statistics.median(took / step.seconds for took, step in turns)
 
 
-@pytest.fixture(scope="module")
-def measured(full: bool) -> Callable[[int], Turns]:
-    """What `measure` finds for a number of ranks, once."""
-    return cache(partial(measure, rounds=5 if full else 2))
+def measured(_: Worlds, full: bool, ranks: int) -> Turns:
+    """What `measure` finds for a number of ranks."""
+    return measure(ranks, 5 if full else 2)
 
 
 @compared(GROUP)
 @pytest.mark.parametrize("model", BATCHES)
 @pytest.mark.parametrize(("ranks", "layout"), [(n, text) for n, texts in LAYOUTS.items() for text in texts])
-def test_step(
-    benchmark: Benchmark, measured: Callable[[int], Turns], ranks: int, layout: str, model: str
-) -> None:
+def test_step(benchmark: Benchmark, timed: Any, ranks: int, layout: str, model: str) -> None:
     """A step of one layout, and the parts of the predicted one."""
-    found = measured(ranks)
+    found = timed(ranks)
     took, steps = zip(*found[model, layout], strict=True)
     record(benchmark, took, [step.seconds for step in steps], "the prediction")
     alike = statistics.median(ratio(turns) for (name, _), turns in found.items() if name == model)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from minidist.benchmarks.harness.training.programs import engine
-from minidist.benchmarks.harness.training.rounds import Job, Measured, measure_jobs, warm_worlds
+from minidist.benchmarks.harness.training.rounds import Job, Measured, Worlds, measure_jobs, warm_worlds
 from minidist.benchmarks.harness.training.what_is_trained import Work
-from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.turns import Benchmark, case, compared, record
 from minidist.comm.launching.cores import available_cores
 
 MODEL, ROWS, ROWS_A_RANK = "byte-small", 8, 4
@@ -36,7 +36,6 @@ LAYOUTS = {
 MOST = {"tensor parallel": 4, "pipeline": 4}
 """Numbers of ranks that can share the model: it has four heads and six layers."""
 CORES = available_cores()
-Measure = Callable[[str], Measured]
 
 
 def sizes(series: str) -> list[int]:
@@ -74,22 +73,15 @@ def efficiency(kind: str, ranks: int, seconds: Sequence[float], one: Sequence[fl
     return statistics.median(a / (ideal * b) for a, b in zip(one, seconds, strict=True))
 
 
-@pytest.fixture(scope="module")
-def scaling(full: bool) -> Iterator[Measure]:
-    """All sizes of a kind of scaling in turns, once."""
-    rounds = (15, math.inf) if full else (4, 1.0)
+def measured(_: Worlds, full: bool, kind: str) -> Measured:
+    """All sizes of a kind of scaling in turns, on ranks with one thread each."""
     with warm_worlds(threads=1) as worlds:
-        yield cache(lambda kind: measure_jobs(worlds, jobs(kind, full), *rounds))
+        return measure_jobs(worlds, jobs(kind, full), *((15, math.inf) if full else (4, 1.0)))
 
 
 def _cases(kind: str) -> list[Any]:
     return [
-        pytest.param(
-            series,
-            ranks,
-            id=f"{series}, {ranks}",
-            marks=[] if quick(kind, ranks) else [pytest.mark.full_only],
-        )
+        case(series, ranks, name=f"{series}, {ranks}", quick=quick(kind, ranks))
         for series in LAYOUTS
         for ranks in sizes(series)
     ]
@@ -117,13 +109,13 @@ def enter(benchmark: Benchmark, measured: Measured, kind: str, series: str, rank
 
 @compared(TITLES["strong"])
 @pytest.mark.parametrize(("series", "ranks"), _cases("strong"))
-def test_strong(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> None:
+def test_strong(benchmark: Benchmark, timed: Any, series: str, ranks: int) -> None:
     """The same work on more ranks."""
-    enter(benchmark, scaling("strong"), "strong", series, ranks)
+    enter(benchmark, timed("strong"), "strong", series, ranks)
 
 
 @compared(TITLES["weak"])
 @pytest.mark.parametrize(("series", "ranks"), _cases("weak"))
-def test_weak(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> None:
+def test_weak(benchmark: Benchmark, timed: Any, series: str, ranks: int) -> None:
     """More ranks with proportionally more work."""
-    enter(benchmark, scaling("weak"), "weak", series, ranks)
+    enter(benchmark, timed("weak"), "weak", series, ranks)

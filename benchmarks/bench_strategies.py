@@ -9,7 +9,6 @@ step, an MLP 256 digits. Memory is that of the fullest rank. Ranks share cores w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,36 +30,19 @@ ROUNDS = {GPT: (5, 20), MLP: (9, 40)}
 """Rounds of a quick run and of a full one."""
 EACH = 1.0
 """Seconds for each program, after which a quick run leaves it at three rounds."""
-Families = Callable[[Work, str], Measured]
 
 
-@pytest.fixture(scope="module")
-def families(full: bool, named: bool, worlds: Worlds) -> Families:
-    """Each family in turns, once for each model; a family that failed fails again."""
-    found: dict[tuple[Work, str], Measured | Exception] = {}
-
-    def get(work: Work, family: str) -> Measured:
-        if (work, family) not in found:
-            members = [
-                pair
-                for pair in pairs(work.model)
-                if pair.row.family == family and (full or (not pair.row.full_only and (pair.peer or named)))
-            ]
-            try:
-                # Other packages change what torch does in their process, so they get ranks of their own.
-                given = replace(work, experts=members[0].row.experts)
-                with warm_worlds() if family in OUTSIDE else nullcontext(worlds) as ranks:
-                    found[work, family] = measure(
-                        ranks, given, members, ROUNDS[work][full], math.inf if full else EACH
-                    )
-            except Exception as error:
-                found[work, family] = error
-        measured = found[work, family]
-        if isinstance(measured, Exception):
-            raise measured
-        return measured
-
-    return get
+def measured(worlds: Worlds, full: bool, work: Work, family: str, named: bool) -> Measured:
+    """A family in turns; rows without a peer only if they are `named`."""
+    members = [
+        pair
+        for pair in pairs(work.model)
+        if pair.row.family == family and (full or (not pair.row.full_only and (pair.peer or named)))
+    ]
+    # Other packages change what torch does in their process, so they get ranks of their own.
+    given = replace(work, experts=members[0].row.experts)
+    with warm_worlds() if family in OUTSIDE else nullcontext(worlds) as ranks:
+        return measure(ranks, given, members, ROUNDS[work][full], math.inf if full else EACH)
 
 
 def _lines(work: Work) -> list[Any]:
@@ -73,24 +55,24 @@ def _lines(work: Work) -> list[Any]:
     return made
 
 
-def _enter(benchmark: Benchmark, families: Any, work: Work, pair: Pair) -> None:
+def _enter(benchmark: Benchmark, timed: Any, named: bool, work: Work, pair: Pair) -> None:
     reason = missing(pair.peer)
     if reason:
         pytest.skip(reason)
-    enter(benchmark, pair, work, families(work, pair.row.family))
+    enter(benchmark, pair, work, timed(work, pair.row.family, named))
 
 
 @compared(TITLES[GPT])
 @pytest.mark.parametrize("pair", _lines(GPT))
-def test_gpt(benchmark: Benchmark, families: Any, pair: Pair) -> None:
+def test_gpt(benchmark: Benchmark, timed: Any, named: bool, pair: Pair) -> None:
     """One step: forward, backward, communication, update."""
-    _enter(benchmark, families, GPT, pair)
+    _enter(benchmark, timed, named, GPT, pair)
 
 
 @compared(TITLES[MLP])
 @pytest.mark.full_only
 @pytest.mark.parametrize("pair", _lines(MLP))
-def test_mlp(benchmark: Benchmark, families: Any, pair: Pair) -> None:
+def test_mlp(benchmark: Benchmark, timed: Any, named: bool, pair: Pair) -> None:
     """The same for a short step, where everything around the arithmetic counts."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
-    _enter(benchmark, families, MLP, pair)
+    _enter(benchmark, timed, named, MLP, pair)

@@ -9,8 +9,6 @@ is the peer. All train the same model on the same rows, in the same ranks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import pytest
 from minidist.benchmarks.harness.training.rounds import Measured, Worlds, beside, compare_pair, measure
 from minidist.benchmarks.harness.training.strategies import Pair, Row
 from minidist.benchmarks.harness.training.what_is_trained import Work
-from minidist.benchmarks.harness.turns import Benchmark, compared
+from minidist.benchmarks.harness.turns import Benchmark, case, compared
 
 pytestmark = pytest.mark.no_finding
 
@@ -33,21 +31,19 @@ GOALS = {(1, "tensor parallel"): 0.50, (8, "tensor parallel"): 0.70}
 WORK = {rows: Work("byte-small", rows, tied=True) for rows in (1, 8)}
 
 
-@pytest.fixture(scope="module")
-def timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
-    """Every form in turns, once for each number of rows."""
-    rounds = {1: 40 if full else 10, 8: 15 if full else 6}
+def measured(worlds: Worlds, full: bool, rows: int) -> Measured:
+    """Every form in turns."""
     everything = [Pair(row, peer) for row in OURS.values() for peer in PEERS]
-    return cache(lambda rows: measure(worlds, WORK[rows], everything, rounds[rows]))
+    return measure(worlds, WORK[rows], everything, {1: 40 if full else 10, 8: 15 if full else 6}[rows])
 
 
 @compared(GROUP)
-@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize("rows", [1, case(8, quick=False)])
 @pytest.mark.parametrize("name", OURS)
 def test_tensor_parallel(benchmark: Benchmark, timed: Any, name: str, rows: int) -> None:
     """18 messages: of 128 KB with little arithmetic, or of 1 MB with eight times as much."""
     benchmark.group = GROUP.format("1 row" if rows == 1 else f"{rows} rows")
-    measured = timed(rows)
+    found = timed(rows)
     several = [Pair(OURS[name], peer) for peer in PEERS]
-    fastest = min(several, key=lambda pair: statistics.median(measured[beside(pair)].seconds))
-    compare_pair(benchmark, fastest, WORK[rows], measured, GOALS.get((rows, name)))
+    fastest = min(several, key=lambda pair: statistics.median(found[beside(pair)].seconds))
+    compare_pair(benchmark, fastest, WORK[rows], found, GOALS.get((rows, name)))

@@ -7,8 +7,6 @@ turns. Data parallelism is also measured in each of its forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from minidist.benchmarks.harness.training.rounds import Measured, Worlds, compare_pair, measure
 from minidist.benchmarks.harness.training.strategies import YARDSTICK, Pair, Row
 from minidist.benchmarks.harness.training.what_is_trained import Work
-from minidist.benchmarks.harness.turns import Benchmark, compared
+from minidist.benchmarks.harness.turns import Benchmark, case, compared
 from minidist.kernels.cpu.support.bf16_instructions import NONE, matrix_unit
 
 pytestmark = pytest.mark.no_finding
@@ -39,83 +37,81 @@ FORMS: dict[str, dict[str, Any]] = {
     "top 1%": {"compression": "topk"},
     "PowerSGD, rank 4": {"compression": "powersgd"},
 }
-GOALS = {(1, "overlap"): 0.83, (8, "overlap"): 1.00, (1, "overlap, sockets"): 1.03}
+GOALS: dict[Any, float] = {(1, "overlap"): 0.83, (8, "overlap"): 1.00, (1, "overlap, sockets"): 1.03}
 """Goals for the ratio to torch's DDP, by rows a rank and form."""
+FORM_PAIRS = {
+    name: Pair(
+        Row(name, "dp=2", options={"data_parallel": form}, exact="compression" not in form), "torch DDP"
+    )
+    for name, form in FORMS.items()
+}
 SIZES = {ranks: Pair(Row(f"{ranks} ranks", f"dp={ranks}"), "torch DDP") for ranks in (2, 4)}
 SIZES |= {1: Pair(Row("1 rank", "dp=1"), YARDSTICK)}
+UNIT = Row("1 rank, rung 8", "one process", loop="matrix unit", loop_ranks=1, exact=False)
+DIGITS = Work("mlp", rows=256, hidden=(512, 512))
+PROGRAMS: dict[int | str, tuple[Work, dict[Any, Pair], tuple[int, int]]] = {
+    1: (Work("byte-small", rows=2, tied=True), FORM_PAIRS, (10, 60)),
+    8: (Work("byte-small", rows=16, tied=True), FORM_PAIRS, (15, 15)),
+    "mlp": (DIGITS, SIZES, (9, 40)),
+    "matrix unit": (DIGITS, {1: Pair(UNIT, YARDSTICK)}, (9, 40)),
+    "byte-tiny": (Work("byte-tiny", rows=16, tied=True), SIZES, (15, 60)),
+    "byte-small": (Work("byte-small", rows=16, tied=True), SIZES, (20, 20)),
+}
+"""What runs in turns: the work, the programs, the rounds of a quick run and of a full one.
+
+By a model; or, for the forms of data parallelism, by the rows a rank.
+"""
 
 
-def _form(name: str) -> Pair:
-    exact = "compression" not in FORMS[name]
-    return Pair(Row(name, "dp=2", options={"data_parallel": FORMS[name]}, exact=exact), "torch DDP")
+def measured(worlds: Worlds, full: bool, which: int | str) -> Measured:
+    """The programs of a row of `PROGRAMS` in turns."""
+    work, several, rounds = PROGRAMS[which]
+    return measure(worlds, work, [*several.values()], rounds[full])
 
 
-FORMS_WORK = {rows: Work("byte-small", 2 * rows, tied=True) for rows in (1, 8)}
-"""The work by rows a rank."""
-
-
-@pytest.fixture(scope="module")
-def forms_timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
-    """Every form and the peer in turns, once for each number of rows a rank."""
-    forms, rounds = [_form(name) for name in FORMS], {1: 60 if full else 10, 8: 15}
-    return cache(lambda rows: measure(worlds, FORMS_WORK[rows], forms, rounds[rows]))
+def _enter(benchmark: Benchmark, timed: Any, which: int | str, key: Any) -> None:
+    work, several, _ = PROGRAMS[which]
+    compare_pair(benchmark, several[key], work, timed(which), GOALS.get((which, key)))
+    benchmark.extra_info["label"] = several[key].row.strategy
 
 
 @compared(FORMS_AT)
-@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize("rows", [1, case(8, quick=False)])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(benchmark: Benchmark, forms_timed: Any, form: str, rows: int) -> None:
+def test_forms(benchmark: Benchmark, timed: Any, form: str, rows: int) -> None:
     """13 MB of gradients, with little arithmetic, so that communication counts, or eight times as much."""
     benchmark.group = FORMS_AT.format("1 row" if rows == 1 else f"{rows} rows")
-    compare_pair(benchmark, _form(form), FORMS_WORK[rows], forms_timed(rows), GOALS.get((rows, form)))
-
-
-@pytest.fixture(scope="module")
-def sizes_timed(worlds: Worlds) -> Callable[[Work, int], Measured]:
-    """A model on each number of ranks in turns, once."""
-    return cache(lambda work, rounds: measure(worlds, work, [*SIZES.values()], rounds))
-
-
-def _enter_size(benchmark: Benchmark, work: Work, ranks: int, measured: Measured) -> None:
-    compare_pair(benchmark, SIZES[ranks], work, measured)
-    benchmark.extra_info["label"] = SIZES[ranks].row.strategy
+    _enter(benchmark, timed, rows, form)
 
 
 @compared(TITLES["mlp"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_mlp(benchmark: Benchmark, sizes_timed: Any, full: bool, ranks: int) -> None:
+def test_mlp(benchmark: Benchmark, timed: Any, ranks: int) -> None:
     """A model with a short step: here the costs around the arithmetic show."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
-    work = Work("mlp", rows=256, hidden=(512, 512))
-    _enter_size(benchmark, work, ranks, sizes_timed(work, 40 if full else 9))
+    _enter(benchmark, timed, "mlp", ranks)
 
 
 @compared(TITLES["mlp"])
-def test_mlp_on_the_matrix_unit(benchmark: Benchmark, worlds: Worlds, full: bool) -> None:
+def test_mlp_on_the_matrix_unit(benchmark: Benchmark, timed: Any) -> None:
     """The same MLP with every product on rung 8, forward and backward: float32 in, float32 out."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
     if not matrix_unit():
         pytest.skip(NONE)
-    pair = Pair(
-        Row("1 rank, rung 8", "one process", loop="matrix unit", loop_ranks=1, exact=False), YARDSTICK
-    )
-    work = Work("mlp", rows=256, hidden=(512, 512))
-    compare_pair(benchmark, pair, work, measure(worlds, work, [pair], 40 if full else 9))
+    _enter(benchmark, timed, "matrix unit", 1)
     benchmark.extra_info["note"] = f"bf16 products on {matrix_unit()}"
 
 
 @compared(TITLES["byte-tiny"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_byte_gpt_tiny(benchmark: Benchmark, sizes_timed: Any, full: bool, ranks: int) -> None:
+def test_byte_gpt_tiny(benchmark: Benchmark, timed: Any, ranks: int) -> None:
     """Many small parameters: one all-reduce for each is slow."""
-    work = Work("byte-tiny", rows=16, tied=True)
-    _enter_size(benchmark, work, ranks, sizes_timed(work, 60 if full else 15))
+    _enter(benchmark, timed, "byte-tiny", ranks)
 
 
 @compared(TITLES["byte-small"])
 @pytest.mark.full_only
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_byte_gpt_small(benchmark: Benchmark, sizes_timed: Any, ranks: int) -> None:
+def test_byte_gpt_small(benchmark: Benchmark, timed: Any, ranks: int) -> None:
     """On two cores, arithmetic and communication take about the same time."""
-    work = Work("byte-small", rows=16, tied=True)
-    _enter_size(benchmark, work, ranks, sizes_timed(work, 20))
+    _enter(benchmark, timed, "byte-small", ranks)

@@ -8,8 +8,6 @@ in mapped files. All train the same model on the same rows, in the same ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 from minidist.benchmarks.harness.training.rounds import Measured, Worlds, compare_pair, measure
 from minidist.benchmarks.harness.training.strategies import Pair, Row
 from minidist.benchmarks.harness.training.what_is_trained import Work
-from minidist.benchmarks.harness.turns import Benchmark, compared
+from minidist.benchmarks.harness.turns import Benchmark, case, compared
 
 pytestmark = pytest.mark.no_finding
 
@@ -44,15 +42,13 @@ WORK = {rows: Work("byte-small", 2 * rows, tied=True) for rows in (1, 8)}
 """The work by rows a rank."""
 
 
-@pytest.fixture(scope="module")
-def timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
-    """Every stage and its peer in turns, once for each number of rows a rank."""
-    rounds = {1: 60 if full else 10, 8: 15}
-    return cache(lambda rows: measure(worlds, WORK[rows], [*PAIRS.values()], rounds[rows]))
+def measured(worlds: Worlds, full: bool, rows: int) -> Measured:
+    """Every stage and its peer in turns."""
+    return measure(worlds, WORK[rows], [*PAIRS.values()], {1: 60 if full else 10, 8: 15}[rows])
 
 
 @compared(GROUP)
-@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize("rows", [1, case(8, quick=False)])
 @pytest.mark.parametrize("name", PAIRS)
 def test_zero(benchmark: Benchmark, timed: Any, name: str, rows: int) -> None:
     """13 MB of gradients and as many of parameters, with little arithmetic, or eight times as much."""

@@ -9,7 +9,7 @@ project gets all of it, and warm ranks, with `pytest -p minidist.benchmarks.conf
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,3 +111,24 @@ def worlds() -> Iterator[Worlds]:
 
     with warm_worlds() as get:
         yield get
+
+
+@pytest.fixture(scope="module")
+def timed(request: pytest.FixtureRequest, full: bool, worlds: Worlds) -> Callable[..., Any]:
+    """`timed(*key)`: what the suite's `measured(worlds, full, *key)` returns, once for each key.
+
+    One that failed fails again at once: all benchmarks of a key wait for the same programs.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+
+    def get(*key: Any) -> Any:
+        if key not in found:
+            try:
+                found[key] = request.module.measured(worlds, full, *key)
+            except Exception as error:
+                found[key] = error
+        if isinstance(found[key], Exception):
+            raise found[key]
+        return found[key]
+
+    return get

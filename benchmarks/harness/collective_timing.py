@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.formats import binary_size
-from minidist.benchmarks.harness.turns import Benchmark, clear, record
+from minidist.benchmarks.harness.turns import Benchmark, clear, measure_turns, record
 from minidist.comm import cost
 
 TURN = 20e-3
@@ -47,9 +47,7 @@ def time_against_torch(
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     ours: dict[str, Callable[[], object]] = {
-        "in place": lambda: comm.all_reduce(x),
-        "copied": lambda: comm.all_reduce(x),
-        "all-reduce": lambda: comm.all_reduce(x),
+        **dict.fromkeys(("in place", "copied", "all-reduce"), lambda: comm.all_reduce(x)),
         "ring": lambda: comm.all_reduce(x, algorithm="ring"),
         "reduce-scatter": lambda: comm.reduce_scatter(x, out=share),
         "reduce-scatter, sockets": lambda: comm.reduce_scatter(x, out=share, algorithm="torch"),
@@ -58,24 +56,19 @@ def time_against_torch(
         "all-to-all": lambda: comm.all_to_all(x),
     }
     peers: dict[str, Callable[[], object]] = {
-        "reduce-scatter": lambda: scatter(share, other),
-        "reduce-scatter, sockets": lambda: scatter(share, other),
+        **dict.fromkeys(("reduce-scatter", "reduce-scatter, sockets"), lambda: scatter(share, other)),
         "all-gather": lambda: gather(other, part),
         "broadcast": lambda: dist.broadcast(x, 0),
         "all-to-all": lambda: dist.all_to_all_single(other, x),
     }
     peer = peers.get(variant, lambda: dist.all_reduce(other))
     written = other if variant not in ("all-gather", "broadcast", "all-to-all") else x
-    our_seconds: list[float] = []
-    peer_seconds: list[float] = []
-    for number in range(rounds + 1):
-        pair = _turn(ours[variant], x), _turn(peer, written)
-        if number:  # the first one warms up
-            our_seconds.append(pair[0])
-            peer_seconds.append(pair[1])
-        if float(comm.all_reduce(torch.tensor(float(clear(our_seconds, peer_seconds))), "min")):
-            break
-    return our_seconds, peer_seconds
+
+    def clear_to_all(*seconds: Sequence[float]) -> bool:
+        return bool(comm.all_reduce(torch.tensor(float(clear(*seconds))), "min"))
+
+    timed = partial(_turn, ours[variant], x), partial(_turn, peer, written)
+    return measure_turns(*timed, rounds=rounds, early=clear_to_all)
 
 
 SENT: dict[str, Callable[[int], float]] = {

@@ -38,13 +38,14 @@ float32 with factors rounded to TF32), order ("nt": b is transposed), peer_gflop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from minidist.benchmarks.harness.formats import count, difference, number, seconds, size, times
 
 Entry = dict[str, Any]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,14 @@ def extra(heading: str, key: str, text: Callable[[Any], str] = str, right: bool 
 
 def _percent(value: float) -> str:
     return f"{number(value)}%"
+
+
+def grouped(entries: Iterable[Entry], key: Callable[[Entry], Key]) -> dict[Key, list[Entry]]:
+    """Return the entries by their key, both in the order in which they come."""
+    found: dict[Key, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(key(entry), []).append(entry)
+    return found
 
 
 def label(entry: Entry) -> str:

@@ -201,7 +201,7 @@ def blas() -> dict[str, Any] | None:
     }
 
 
-def gpus(timeout: float = 10.0) -> list[dict[str, Any]] | None:
+def gpus() -> list[dict[str, Any]] | None:
     """Return NVIDIA GPUs as {name, driver, memory_bytes, compute_capability}, or None if there are none.
 
     CUDA_VISIBLE_DEVICES does not matter: all of the machine's GPUs are listed. A container may have a GPU but
@@ -209,9 +209,7 @@ def gpus(timeout: float = 10.0) -> list[dict[str, Any]] | None:
     """
     text = None
     if shutil.which("nvidia-smi"):
-        text = output(
-            ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"], timeout
-        )
+        text = output(["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"])
     elif any(map(os.path.exists, GPU_DEVICES)):
         text = output([sys.executable, "-c", ASK_DRIVER], timeout=60.0)
     found = []

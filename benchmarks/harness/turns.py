@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from minidist.benchmarks.harness import columns
 from minidist.kernels.measure.harness import LEAST
@@ -78,7 +79,7 @@ def turns(
             up, so with a pause there is always an uncounted call, and turns are ten times as long.
         clock: a function that returns seconds.
     """
-    turn, early = 10 * TURN if pause else TURN, rounds is None
+    turn, early = 10 * TURN if pause else TURN, clear if rounds is None else None
     ours_calls, ours_s = _calls(ours, clock, turn)
     peer_calls, peer_s = _calls(peer, clock, turn)
     if rounds is None:
@@ -99,17 +100,17 @@ def measure_turns(
     *,
     rounds: int,
     warmup_rounds: int = 1,
-    early: bool = False,
+    early: Callable[[Sequence[float], Sequence[float]], bool] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Call two self-timing programs in turns; return the seconds of both, without the warm-up rounds.
 
-    early: stop before `rounds` once the difference is `clear`.
+    early: tells from the seconds so far whether to stop before `rounds`, as `clear` does.
     """
     for _ in range(warmup_rounds):
         ours(), peer()
     our_seconds: list[float] = []
     peer_seconds: list[float] = []
-    while len(our_seconds) < rounds and not (early and clear(our_seconds, peer_seconds)):
+    while len(our_seconds) < rounds and not (early and early(our_seconds, peer_seconds)):
         our_seconds.append(ours())
         peer_seconds.append(peer())
     return our_seconds, peer_seconds
@@ -172,6 +173,11 @@ REPLAY = Replay()
 def compared(group: str) -> pytest.MarkDecorator:
     """Mark a benchmark whose times come from `turns` or `record`; `group` is its table in the report."""
     return pytest.mark.benchmark(group=group, timer=REPLAY.now)
+
+
+def case(*values: object, name: str | None = None, quick: bool = True) -> ParameterSet:
+    """Return a benchmark's parameters, with an id; those that are not quick run with --full alone."""
+    return pytest.param(*values, id=name, marks=[] if quick else [pytest.mark.full_only])
 
 
 def _calls(program: Callable[[], object], clock: Callable[[], float], turn: float) -> tuple[int, float]:

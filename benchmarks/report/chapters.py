@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from minidist.benchmarks.harness import results
+from minidist.benchmarks.harness import columns, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report import bars, curves, ladders, tables
@@ -52,9 +52,7 @@ class Shown:
 
 def strategies(shown: Shown) -> list[Piece]:
     """The tables of strategies, the fullest first, with all their comparisons at a glance."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in shown.strategies:
-        groups.setdefault(entry["group"], []).append(entry)
+    groups = columns.grouped(shown.strategies, lambda entry: entry["group"])
     if not groups:
         return _ratios(verdicts.strategies(shown.entries), f"{shown.name}-ratios")
     pieces: list[Piece] = []
@@ -238,10 +236,7 @@ def by_chapter(several: Sequence[Section]) -> dict[str, list[Section]]:
     """Sort sections by chapter; a section with results of several chapters is split."""
     found: dict[str, list[Section]] = {chapter.name: [] for chapter in CHAPTERS}
     for section in several:
-        parts: dict[str, list[Entry]] = {}
-        for entry in section.entries:
-            parts.setdefault(chapter_of(entry), []).append(entry)
-        for name, entries in parts.items():
+        for name, entries in columns.grouped(section.entries, chapter_of).items():
             found[name].append(replace(section, entries=tuple(entries)))
     for chapter in CHAPTERS:
         order = {suite: index for index, suite in enumerate(chapter.suites)}

@@ -56,12 +56,8 @@ def ratio(entry: Entry) -> float:
 
 def tally(entries: Iterable[Entry]) -> Tally:
     """Sort the entries that have a comparison by verdict."""
-    found: dict[str, list[Entry]] = {"faster": [], "slower": [], "undecided": []}
-    for entry in entries:
-        verdict = columns.verdict(entry)
-        if verdict:
-            found[verdict].append(entry)
-    return Tally(*(tuple(found[each]) for each in ("faster", "slower", "undecided")))
+    found = columns.grouped(entries, columns.verdict)
+    return Tally(*(tuple(found.get(each, ())) for each in ("faster", "slower", "undecided")))
 
 
 def strategies(entries: Iterable[Entry]) -> list[Entry]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.report.figures import Plot
@@ -31,16 +30,18 @@ def identifier(text: str) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a page. Its template takes it as `piece`."""
+    """A piece of a page. Its template, named after its class, takes it as `piece`."""
 
-    template: ClassVar[str]
+    @property
+    def template(self) -> str:
+        """The template's file: `words.html`."""
+        return f"{type(self).__name__.lower()}.html"
 
 
 @dataclass(frozen=True)
 class Part(Piece):
     """A part of the page, which a link can lead to."""
 
-    template: ClassVar[str] = "part.html"
     name: str
     title: str
     pieces: Sequence[Piece]
@@ -53,7 +54,6 @@ class Part(Piece):
 class Words(Piece):
     """A heading, or a paragraph, or both. Text in `backticks` is code."""
 
-    template: ClassVar[str] = "words.html"
     text: str = ""
     title: str = ""
     name: str = ""  # the heading's id
@@ -65,7 +65,6 @@ class Words(Piece):
 class Bullets(Piece):
     """A list."""
 
-    template: ClassVar[str] = "bullets.html"
     items: Sequence[str]
     quiet: bool = True
 
@@ -74,7 +73,6 @@ class Bullets(Piece):
 class Facts(Piece):
     """Names and what they are; those that are empty are left out."""
 
-    template: ClassVar[str] = "facts.html"
     facts: Mapping[str, str]
     large: bool = False
 
@@ -110,7 +108,6 @@ class Finding:
 class Findings(Piece):
     """Sentences whose numbers lead to their results."""
 
-    template: ClassVar[str] = "findings.html"
     findings: Sequence[Finding]
 
 
@@ -159,7 +156,6 @@ class Figure:
 class Figures(Piece):
     """Figures next to each other, as far as there is room."""
 
-    template: ClassVar[str] = "figures.html"
     figures: Sequence[Figure]
     wide: bool = False  # whether a figure takes the whole width
 
@@ -174,7 +170,6 @@ def figures(several: Iterable[tuple[str, str, Bars | Plot | None]]) -> list[Piec
 class Folded(Piece):
     """Pieces that are folded away under a summary."""
 
-    template: ClassVar[str] = "folded.html"
     summary: str
     pieces: Sequence[Piece]
 
@@ -224,7 +219,6 @@ class Heading:
 class Table(Piece):
     """A table that readers can sort."""
 
-    template: ClassVar[str] = "table.html"
     headings: Sequence[Heading]
     rows: Sequence[Row]
     told: Sequence[str] = ()  # lines below it, such as when it was measured

@@ -62,9 +62,7 @@ class Section:
 
 def sections(found: Results) -> list[Section]:
     """Sort one machine's newest results by group, in the order of the suites."""
-    groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in results.newest(found):
-        groups.setdefault((entry["suite"], entry["group"]), []).append(entry)
+    groups = columns.grouped(results.newest(found), lambda entry: (entry["suite"], entry["group"]))
     return [
         Section(group, found["suites"].get(suite, ""), tuple(entries))
         for (suite, group), entries in groups.items()

@@ -23,6 +23,7 @@ from ..rung import Array
 
 Masked = np.ma.MaskedArray[Any, Any]
 NO_COMMAND = (-1, -1)
+REGISTERS = ("a", "b", "sums", "a_in", "b_in", "c_out", "c")  # of a frame, in every dataflow
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,20 +179,10 @@ class ArrayMachine(ABC):
     def frame(self) -> Frame:
         """Return copies of what the registers hold."""
         waiting, results = self.extra_registers()
-        return Frame(
-            cycle=self.cycles - 1,
-            tile=None if self.left.tile[0] < 0 else int(self.left.tile[0]),
-            a=self.a.masked(),
-            b=self.b.masked(),
-            sums=self.sums.masked(),
-            waiting=waiting,
-            results=results,
-            active=self.active.copy(),
-            a_in=self.a_in.masked(),
-            b_in=self.b_in.masked(),
-            c_out=self.c_out.masked(),
-            c=self.c.masked(),
-        )
+        shown = {name: getattr(self, name).masked() for name in REGISTERS}
+        tile, active = int(self.left.tile[0]), self.active.copy()
+        cycle, entering = self.cycles - 1, None if tile < 0 else tile
+        return Frame(cycle=cycle, tile=entering, waiting=waiting, results=results, active=active, **shown)
 
     @abstractmethod
     def extra_registers(self) -> tuple[Masked | None, Masked | None]:

@@ -99,14 +99,9 @@ class SystolicArray:
         machine = self._machine(a, b)
         while machine.busy:
             machine.step()
-        counted = replace(
-            self.counts(machine.m, machine.n, machine.k),
-            cycles=machine.cycles,
-            a_reads=machine.a_reads,
-            b_reads=machine.b_reads,
-            c_reads=machine.c_reads,
-            c_writes=machine.c_writes,
-        )
+        counts = ("cycles", "a_reads", "b_reads", "c_reads", "c_writes")
+        seen = {name: getattr(machine, name) for name in counts}
+        counted = replace(self.counts(machine.m, machine.n, machine.k), **seen)
         assert machine.multiply_adds == counted.multiply_adds
         return Product(machine.c.values, counted)
 

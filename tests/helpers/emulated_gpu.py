@@ -22,7 +22,7 @@ class EmulatedGpu:
     device = "cpu"
 
     def __init__(self, l2=30_000, free=2**40, roof=ROOF, refused=()):
-        self._l2, self._free, self._roof, self.refused = l2, free, roof, refused
+        self._l2, self._free, self.roof, self.refused = l2, free, roof, refused
         self.waits = 0
 
     def l2(self):
@@ -30,9 +30,6 @@ class EmulatedGpu:
 
     def free(self):
         return self._free
-
-    def roof(self):
-        return self._roof
 
     def refuses(self, step):
         return f"rung {step.name} needs another GPU" if step.name in self.refused else None

@@ -36,7 +36,7 @@ def with_caches(l2, l3):
     """A context in which products are cut for caches of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_sizes, "caches", lambda: Caches(l2=l2, l3=l3))
-        patch.setattr(one_thread, "_kept", one_thread._Kept())
+        patch.setattr(one_thread, "_kept", one_thread.KeptByThread())
         block_sizes.blocks.cache_clear()
         yield
     block_sizes.blocks.cache_clear()

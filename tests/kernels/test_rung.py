@@ -122,9 +122,11 @@ def test_out_may_lie_between_the_inputs_but_not_on_them():
         STEP.matmul(b, a, out=a)
 
 
-def test_a_device_that_does_not_exist_is_refused():
+def test_a_device_that_does_not_exist_and_a_file_without_a_number_are_refused():
     with pytest.raises(ValueError, match=r"device is 'gpu'.*'cuda'"):
         Rung(1, "s1", "gpu", "", ("float32",), numpy_product)
+    with pytest.raises(ValueError, match=r"module is 'mine.naive': call a rung's file s<number>_<name>.py"):
+        Rung.of_file("mine.naive", idea="", dtypes=("float32",), compute=numpy_product)
 
 
 def test_a_rung_travels_to_other_processes():
@@ -135,10 +137,7 @@ def test_a_rung_travels_to_other_processes():
 @pytest.mark.parametrize("asked", ["s4_loop_order", "s4", "4", 4])
 def test_rung_is_found_by_name_and_number(asked):
     assert rung(asked) is CPU_LADDER[3]
-
-
-def test_rung_is_looked_for_in_the_ladder_given():
-    assert rung("s1_numpy", ladder=[STEP]) is STEP
+    assert rung("s1_numpy", ladder=[STEP]) is STEP  # in the ladder given
 
 
 def test_unknown_rung_names_the_nearest():

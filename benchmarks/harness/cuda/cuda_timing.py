@@ -56,16 +56,13 @@ class Gpu(GpuTimer):
         return size
 
     @functools.cached_property
-    def _roof(self) -> Roof | None:
+    def roof(self) -> Roof | None:
+        """This GPU's peaks, which each process measures once, or None if they can't be measured."""
         from minidist.kernels.measure import gpu_peaks
 
         with contextlib.suppress(RuntimeError):  # other processes may have filled the memory
             return gpu_peaks.roof()
         return None
-
-    def roof(self) -> Roof | None:
-        """Return this GPU's peaks, which each process measures once, or None if they can't be measured."""
-        return self._roof
 
     def refuses(self, step: CudaStep) -> str | None:
         """Return the reason why a rung does not run here, or None if this GPU has its instructions."""

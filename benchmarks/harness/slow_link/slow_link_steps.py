@@ -27,8 +27,8 @@ import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.slow_link import slow_wire
 from minidist.benchmarks.harness.slow_link.two_hosts import counter
-from minidist.benchmarks.harness.training.programs import engine, local_sgd
-from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, Train, Work, plain_loop
+from minidist.benchmarks.harness.training.programs import engine, local_sgd, looped
+from minidist.benchmarks.harness.training.what_is_trained import Batch, Train, Work
 from minidist.comm import cost
 from minidist.comm.cost import LinkProfile
 from minidist.comm.cost.links import Link
@@ -74,11 +74,6 @@ def data_parallel(**options: Any) -> Train:
     return engine(f"dp={md.size()}", WORK, data_parallel=options).train
 
 
-def alone(model: nn.Module) -> Train:
-    """Return a plain training step, without our communication."""
-    return plain_loop(model, ADAMW(model.parameters()))
-
-
 FORMS: dict[str, Callable[[], Train]] = {
     "data parallel": data_parallel,
     "hierarchical all-reduce": partial(data_parallel, algorithm="hierarchical"),
@@ -87,8 +82,8 @@ FORMS: dict[str, Callable[[], Train]] = {
     "PowerSGD, rank 4": partial(data_parallel, compression="powersgd"),
     LOCAL: lambda: local_sgd(WORK, EVERY).train,
     INSIDE: lambda: engine("dp=2,tp=2", WORK).train,
-    PEER: lambda: alone(nn.parallel.DistributedDataParallel(WORK.build())),
-    ALONE: lambda: alone(WORK.build()),
+    PEER: lambda: looped(nn.parallel.DistributedDataParallel(WORK.build())).train,
+    ALONE: lambda: looped(WORK.build()).train,
 }
 MEASURED = {FAST: [*SHARDED, *FORMS], SLOW: [*SHARDED, *FORMS], SLOWEST: [*SHARDED, PEER, ALONE]}
 """The forms that take steps over each wire, in turns in this order."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minidist as md
 from minidist.benchmarks.harness.training.pipelines import torch_pipeline
-from minidist.benchmarks.harness.training.programs import EVERY, Program, adamw_for
+from minidist.benchmarks.harness.training.programs import EVERY, Program, adamw_for, looped
 from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work, cross_entropy, plain_loop
 from minidist.model.blocks import Block
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
@@ -40,10 +40,8 @@ def missing(peer: str) -> str | None:
 
 def plain(work: Work, checkpointed: bool = False) -> Program:
     """Train in one process, without any wrapper."""
-    model = _built(work, checkpointed)
-    optimizer = ADAMW(model.parameters())
     # Memory of recomputed activations is invisible from outside, so a checkpointed model is not counted.
-    return Program(plain_loop(model, optimizer), module=None if checkpointed else model, optimizer=optimizer)
+    return looped(_built(work, checkpointed), share=(0, 1), counted=not checkpointed)
 
 
 def ddp(work: Work, hook: str = "", checkpointed: bool = False) -> Program:
@@ -62,8 +60,7 @@ def ddp(work: Work, hook: str = "", checkpointed: bool = False) -> Program:
     elif hook == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = ADAMW(parallel.parameters())
-    return _shared(plain_loop(parallel, optimizer), None if checkpointed else parallel, optimizer)
+    return looped(parallel, counted=not checkpointed)
 
 
 def _built(work: Work, checkpointed: bool) -> nn.Module:
@@ -77,11 +74,6 @@ def _built(work: Work, checkpointed: bool) -> nn.Module:
     return model
 
 
-def _shared(train: Callable[[Tensor, Tensor], float], module: nn.Module | None, optimizer: Any) -> Program:
-    """Return a program whose ranks share a batch's rows."""
-    return Program(train, (md.rank(), md.size()), module, optimizer)
-
-
 def post_local_sgd(work: Work) -> Program:
     """Train with torch's local SGD, an optimizer that averages the parameters every few steps."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -89,7 +81,7 @@ def post_local_sgd(work: Work) -> Program:
 
     model = work.build()
     optimizer = PostLocalSGDOptimizer(ADAMW(model.parameters()), PeriodicModelAverager(EVERY, warmup_steps=0))
-    return _shared(plain_loop(model, optimizer), model, optimizer)
+    return looped(model, optimizer)
 
 
 def zero_redundancy(work: Work) -> Program:
@@ -100,7 +92,7 @@ def zero_redundancy(work: Work) -> Program:
     optimizer = ZeroRedundancyOptimizer(
         parallel.parameters(), optimizer_class=torch.optim.AdamW, **ADAMW.keywords
     )
-    return _shared(plain_loop(parallel, optimizer), parallel, optimizer)
+    return looped(parallel, optimizer)
 
 
 def fully_sharded(work: Work, reshard: bool | None = None) -> Program:
@@ -115,15 +107,14 @@ def fully_sharded(work: Work, reshard: bool | None = None) -> Program:
     units = [layer for layer in layers if isinstance(layer, Block) or not work.tied]
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    optimizer = ADAMW(model.parameters())
-    return _shared(plain_loop(model, optimizer), model, optimizer)
+    return looped(model)
 
 
 def parallelized(work: Work) -> Program:
     """Cut every block with `parallelize_module`; an MLP's layers alternately by columns and by rows."""
     model = work.build()
     _cut(model, _mesh())
-    return _whole_rows(model)
+    return looped(model, adamw_for(model), (0, 1))
 
 
 def all_parallelized(work: Work) -> Program:
@@ -141,8 +132,7 @@ def all_parallelized(work: Work) -> Program:
     cut.parallelize_module(last, mesh, {"output": style})
     if work.tied:
         last.output.weight = first.token.weight  # torch has untied the two
-    optimizer = adamw_for(model)
-    return Program(plain_loop(model, optimizer, around=cut.loss_parallel), module=model, optimizer=optimizer)
+    return looped(model, adamw_for(model), (0, 1), around=cut.loss_parallel)
 
 
 def sequence_parallelized(work: Work) -> Program:
@@ -172,7 +162,7 @@ def sequence_parallelized(work: Work) -> Program:
         f"layers.{last}.output": cut.ColwiseParallel(input_layouts=tokens, output_layouts=whole),
     }
     cut.parallelize_module(model, _mesh(), styles)
-    return _whole_rows(model)
+    return looped(model, adamw_for(model), (0, 1))
 
 
 def fully_sharded_and_cut(work: Work) -> Program:
@@ -186,7 +176,7 @@ def fully_sharded_and_cut(work: Work) -> Program:
     layers: Any = model.layers
     for unit in [*layers, model]:
         fully_shard(unit, mesh=mesh["dp"])
-    return _whole_rows(model, (md.rank() // 2, md.size() // 2))
+    return looped(model, adamw_for(model), (md.rank() // 2, md.size() // 2))
 
 
 def _mesh() -> Any:
@@ -199,10 +189,8 @@ def _cut(model: nn.Module, mesh: Any) -> None:
     """Cut attention by heads and the MLP by its hidden width, in each block of a GPT, over a torch mesh."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    columns, rows = (
-        ("attention.query", "attention.key", "attention.value", "mlp.up"),
-        ("attention.output", "mlp.down"),
-    )
+    columns = "attention.query", "attention.key", "attention.value", "mlp.up"
+    rows = "attention.output", "mlp.down"
     layers: Any = model.layers
     styles: dict[str, Any] = {}
     for index, layer in enumerate(layers):
@@ -214,12 +202,6 @@ def _cut(model: nn.Module, mesh: Any) -> None:
     parallelize_module(model, mesh, styles)
 
 
-def _whole_rows(model: nn.Module, share: tuple[int, int] = (0, 1)) -> Program:
-    """Return a program for a model with DTensors, whose ranks have the same rows."""
-    optimizer = adamw_for(model)
-    return Program(plain_loop(model, optimizer), share, model, optimizer)
-
-
 def accelerated(work: Work) -> Program:
     """Train with a model and an optimizer that Accelerate has prepared."""
     _set_launcher_variables()
@@ -229,7 +211,7 @@ def accelerated(work: Work) -> Program:
     model = work.build()
     prepared, optimizer = accelerator.prepare(model, ADAMW(model.parameters()))
     loop = plain_loop(prepared, optimizer, backward=accelerator.backward)
-    return _shared(loop, model, optimizer.optimizer)
+    return Program(loop, (md.rank(), md.size()), model, optimizer.optimizer)
 
 
 def deep_speed(stage: int, work: Work) -> Program:
@@ -259,7 +241,7 @@ def deep_speed(stage: int, work: Work) -> Program:
         engine.step()
         return loss.item()
 
-    return _shared(train, None, None)
+    return Program(train, (md.rank(), md.size()))
 
 
 def _set_launcher_variables() -> None:

@@ -20,18 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import minidist as md
 from minidist import plain
-from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program, engine
-from minidist.benchmarks.harness.training.what_is_trained import (
-    ADAMW,
-    BATCHES,
-    MUON,
-    SEED,
-    Batch,
-    Work,
-    drawn,
-)
+from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, Program, engine
+from minidist.benchmarks.harness.training.what_is_trained import BATCHES, MUON, SEED, Batch, Work, drawn
 from minidist.model import GPT, GPTConfig
 from minidist.model.blocks import attend
 from minidist.model.data import dataset
@@ -114,29 +105,17 @@ def cut_along_tokens(model: nn.Sequential) -> dict[str, str]:
 Make = Callable[[Work], Program]
 
 
-def _engine(
-    layout: str, adapt: Callable[[Any], nn.Module] | None = None, plan: Any = None, **options: Any
-) -> Make:
-    """Return the function that makes a layout's engine.
-
-    adapt: what makes the model ready for the engine. plan: how its layers are cut, or a function from the
-    model to that. options: those of `DataParallel`.
-    """
-
-    def make(work: Work) -> Program:
-        model: Any = work.build()
-        given: Any = {"plan": plan(model) if callable(plan) else plan, "data_parallel": options or None}
-        adapted = adapt(model) if adapt else model
-        return EngineProgram(md.prepare(adapted, ADAMW, md.Layout.parse(layout), rehearse=False, **given))
-
-    return make
+def _tokens(work: Any) -> Program:
+    """Make the engine of sequence parallelism, whose plan names every layer of the model."""
+    plan = cut_along_tokens(work.build())
+    return engine("tp=2,sequence_parallel=True", work, opened, plan=plan)
 
 
 def _mixture(work: Any) -> Program:
     """Make the engine of a GPT with as many experts as the rung's."""
     sizes = {"context": work.tokens, "layers": work.layers, "heads": 4, "width": work.width}
     model = GPT(GPTConfig(**sizes, experts=4, experts_per_token=1), seed=SEED)
-    return EngineProgram(md.prepare(model, ADAMW, md.Layout(dp=2, ep=2), rehearse=False))
+    return engine("dp=2,ep=2", work, lambda _: model)
 
 
 @dataclass(frozen=True)
@@ -173,14 +152,14 @@ class RungForm:
 
 
 def _sharded(row: str, zero: int, idea: str) -> RungForm:
-    engine, make = f"Layout(dp=2, zero={zero})", _engine(f"dp=2,zero={zero}")
-    return RungForm(f"sharded: {row}", "sharded", engine, make, {"row": row}, idea)
+    written, make = f"Layout(dp=2, zero={zero})", partial(engine, f"dp=2,zero={zero}")
+    return RungForm(f"sharded: {row}", "sharded", written, make, {"row": row}, idea)
 
 
 def _pipeline(name: str, schedule: str, rows: Any, idea: str) -> RungForm:
-    engine, make = f'Layout(pp=2), "{schedule}"', _engine(f"pp=2,micro_batches=4,schedule={schedule}", Chain)
-    options, note = {"schedule": rows}, "4 micro-batches"
-    return RungForm(f"pipeline: {name}", "pipeline", engine, make, options, idea, note=note)
+    make = partial(engine, f"pp=2,micro_batches=4,schedule={schedule}", adapt=Chain)
+    options, note, written = {"schedule": rows}, "4 micro-batches", f'Layout(pp=2), "{schedule}"'
+    return RungForm(f"pipeline: {name}", "pipeline", written, make, options, idea, note=note)
 
 
 def _local_sgd(name: str, engine: str, make: Make, idea: str = "", **options: Any) -> RungForm:
@@ -188,8 +167,9 @@ def _local_sgd(name: str, engine: str, make: Make, idea: str = "", **options: An
     return RungForm(name, "local_sgd", engine, make, given, idea, period=EVERY, exact=False, note=note)
 
 
-_bare, _in_turn = _engine("dp=2", bucket_mb=0, overlap=False), _engine("dp=2", overlap=False)
-_tokens = _engine("tp=2,sequence_parallel=True", opened, cut_along_tokens)
+_in_turn = partial(engine, "dp=2", data_parallel={"overlap": False})
+_bare = partial(engine, "dp=2", data_parallel={"bucket_mb": 0, "overlap": False})
+_opened = partial(engine, adapt=opened)
 _muon = partial(engine, "dp=2,zero=1", optimizer=MUON)
 _apart = partial(RungForm, exact=False, alike=False)
 _emulated = partial(RungForm, ranks=1, exact=False, note="FP8 is emulated")
@@ -197,10 +177,10 @@ _WORKERS, _OUTER = "a server and two workers", "the average is a step of an oute
 _EXPERTS = "4 experts in place of each MLP, so a larger model; the engine's is GPT(experts=4)"
 _ASYNCHRONOUS = LOOPS["asynchronous server"]
 FORMS = (
-    RungForm("one process", "one_process", "Layout()", _engine("dp=1"), ranks=1),
+    RungForm("one process", "one_process", "Layout()", partial(engine, "dp=1"), ranks=1),
     RungForm("data parallel", "data_parallel", "DataParallel, bucket_mb=0, overlap=False", _bare),
     RungForm("buckets", "buckets", "DataParallel, overlap=False", _in_turn),
-    RungForm("overlap", "overlap", "DataParallel", _engine("dp=2")),
+    RungForm("overlap", "overlap", "DataParallel", partial(engine, "dp=2")),
     _sharded("data parallel", 0, "parameters, gradients and state stay whole"),
     _sharded("ZeRO 1", 1, "parameters and gradients stay whole"),
     _sharded("ZeRO 2", 2, "parameters stay whole"),
@@ -212,11 +192,11 @@ FORMS = (
     RungForm("layer by layer", "layer_by_layer", "LayerByLayer", LOOPS["layer by layer"]),
     _pipeline("GPipe", "gpipe", pipeline.gpipe, "micro-batches; all forward passes first"),
     _pipeline("1F1B", "1f1b", pipeline.one_f_one_b, "micro-batches; a backward pass as soon as there is one"),
-    RungForm("tensor parallel", "tensor_parallel", "Layout(tp=2)", _engine("tp=2", opened, CUT)),
+    RungForm("tensor parallel", "tensor_parallel", "Layout(tp=2)", partial(_opened, "tp=2", plan=CUT)),
     RungForm("sequence parallel", "sequence_parallel", "Layout(tp=2), sequence_parallel", _tokens),
-    RungForm("ring attention", "ring_attention", "Layout(cp=2)", _engine("cp=2", opened)),
-    RungForm("Ulysses", "ulysses", 'Layout(cp=2), "ulysses"', _engine("cp=2,cp_kind=ulysses", opened)),
+    RungForm("ring attention", "ring_attention", "Layout(cp=2)", partial(_opened, "cp=2")),
+    RungForm("Ulysses", "ulysses", 'Layout(cp=2), "ulysses"', partial(_opened, "cp=2,cp_kind=ulysses")),
     _apart("experts", "experts", "Layout(dp=2, ep=2)", _mixture, note=_EXPERTS),
-    _emulated("low precision", "low_precision", 'Layout(precision="fp8")', _engine("precision=fp8")),
+    _emulated("low precision", "low_precision", 'Layout(precision="fp8")', partial(engine, "precision=fp8")),
 )
 """All rungs in the order of reading."""

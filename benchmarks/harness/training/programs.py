@@ -116,6 +116,19 @@ def _local(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
+def looped(
+    model: Any, optimizer: Any = None, share: tuple[int, int] | None = None, counted: bool = True, **loop: Any
+) -> Program:
+    """A program of `plain_loop`, by default with AdamW, and on ranks that share a batch's rows.
+
+    share: (0, 1) if all ranks have the same rows. counted: whether memory can be seen from outside. loop:
+    options of `plain_loop`.
+    """
+    optimizer = ADAMW(model.parameters()) if optimizer is None else optimizer
+    train, share = plain_loop(model, optimizer, **loop), share or (md.rank(), md.size())
+    return Program(train, share, model if counted else None, optimizer)
+
+
 class EngineProgram(Program):
     """The training loop of an engine."""
 
@@ -128,11 +141,16 @@ class EngineProgram(Program):
         return self.engine.memory()
 
 
-def engine(layout: str, work: Work, **options: Any) -> EngineProgram:
-    """Make the loop of an engine in this layout; `options` are those of `md.prepare`."""
+def engine(
+    layout: str, work: Work, adapt: Callable[[Any], nn.Module] | None = None, **options: Any
+) -> EngineProgram:
+    """Make the loop of an engine in this layout.
+
+    adapt: what makes the model ready for the engine. options: those of `md.prepare`.
+    """
     given: dict[str, Any] = {"optimizer": ADAMW, "rehearse": False, **options}
-    prepared = md.prepare(work.build(), layout=md.Layout.parse(layout), **given)
-    return EngineProgram(prepared)
+    model = work.build() if adapt is None else adapt(work.build())
+    return EngineProgram(md.prepare(model, layout=md.Layout.parse(layout), **given))
 
 
 def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
@@ -177,7 +195,7 @@ def stepped(parallel: md.LayerByLayer | md.Pipeline, part: nn.Module) -> Program
 def fully_shard(work: Work, **options: Any) -> Program:
     """Train with `md.FullyShard`, which is the model and the optimizer in one."""
     sharded = md.FullyShard(work.build(), ADAMW, **options)
-    return Program(plain_loop(sharded, sharded), (md.rank(), md.size()))
+    return looped(sharded, sharded, counted=False)
 
 
 def tensor_parallel(work: Work, **options: Any) -> Program:
@@ -189,7 +207,7 @@ def tensor_parallel(work: Work, **options: Any) -> Program:
     def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(outputs, targets, vocabulary=vocabulary)
 
-    return Program(plain_loop(model, adamw_for(model), loss_of))
+    return looped(model, adamw_for(model), (0, 1), counted=False, loss_of=loss_of)
 
 
 def adamw_for(model: nn.Module) -> Any:
@@ -248,8 +266,7 @@ class ServerProgram(Program):
 def matrix_unit(work: Work) -> Program:
     """Train the MLP in one process on rung 8: products of bf16 numbers, float32 parameters and gradients."""
     model = MLP((64, *work.hidden, 10), seed=SEED, linear=partial(Linear, rung="s8_matrix_unit"))
-    optimizer = ADAMW(model.parameters())
-    return Program(plain_loop(model, optimizer), module=model, optimizer=optimizer)
+    return looped(model, share=(0, 1))
 
 
 LOOPS: dict[str, Callable[..., Program]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -85,14 +86,14 @@ def cut(m: int, n: int, k: int, size: Blocks, threads: int, packed: bool) -> tup
     return packs, down, across, k * wide * size.columns + 2 * words
 
 
-class _KeptMemory(threading.local):
-    """Each thread has its own."""
+class KeptByThread(threading.local):
+    """What each thread keeps for itself, found by a key."""
 
     def __init__(self) -> None:
-        self.memory: dict[tuple[str, str], Array] = {}
+        self.found: dict[Any, Any] = {}
 
 
-_kept = _KeptMemory()
+_kept = KeptByThread()
 
 
 def memory(purpose: str, kind: str, elements: int) -> Array:
@@ -101,7 +102,7 @@ def memory(purpose: str, kind: str, elements: int) -> Array:
     It is kept between calls. Fresh memory comes from the system page by page, and each page is cleared at its
     first use, which takes as long as packing a block into it. Pages that are never used take no memory.
     """
-    found = _kept.memory.get((purpose, kind))
+    found: Array | None = _kept.found.get((purpose, kind))
     if found is None or found.shape[1] < elements:
-        found = _kept.memory[purpose, kind] = empty(1, elements, kind)
+        found = _kept.found[purpose, kind] = empty(1, elements, kind)
     return found

@@ -6,11 +6,10 @@ does for each is little: one look-up gives a thread its memory and the sizes.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from ...rung import Array
-from .block_sizes import blocks, memory
+from .block_sizes import KeptByThread, blocks, memory
 from .compiling import compiled
 
 if TYPE_CHECKING:
@@ -28,14 +27,7 @@ def _multiply(
         packed_product.multiply_in_blocks(a, b, out, space, height, width)
 
 
-class _Kept(threading.local):
-    """Each thread has its own."""
-
-    def __init__(self) -> None:
-        self.arguments: dict[str, tuple[Array, int, int, int, int]] = {}  # by NumPy's character for the dtype
-
-
-_kept = _Kept()
+_kept = KeptByThread()  # space and sizes, by NumPy's character for the dtype
 
 
 def compute(a: Array, b: Array, out: Array) -> None:
@@ -44,9 +36,9 @@ def compute(a: Array, b: Array, out: Array) -> None:
     if down < right:  # Fortran order: compute the transposed product
         a, b, out = b.T, a.T, out.T
     kind = out.dtype.char
-    arguments = _kept.arguments.get(kind)
+    arguments = _kept.found.get(kind)
     if arguments is None:
         size = blocks(kind)
         space = memory("product", kind, size.memory + size.depth * size.width)
-        arguments = _kept.arguments[kind] = space, size.tiles, size.width, size.near, size.far
+        arguments = _kept.found[kind] = space, size.tiles, size.width, size.near, size.far
     _multiply(a, b, out, *arguments)

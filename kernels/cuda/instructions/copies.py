@@ -18,15 +18,6 @@ from llvmlite import ir
 from .inline_ptx import INT32, AsmOperand, Assembler, Global, Known, Shared, Value, instruction, ptx
 
 
-def _move_in(
-    to: Assembler, size: int, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand
-) -> None:
-    loaded = to.builder.load(_vector_pointer(to, size, source, j), align=size)
-    count = size // into.element_bytes
-    elements = to.builder.bitcast(loaded, ir.VectorType(to.start(into).type.pointee, count))
-    to.store(into, i, [to.builder.extract_element(elements, ir.Constant(INT32, e)) for e in range(count)])
-
-
 def _move_out(
     to: Assembler, size: int, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand
 ) -> None:
@@ -53,7 +44,10 @@ def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand,
     `source` is global or shared memory, and element j lies at a multiple of 16 bytes; `into` is a local
     array. Elements of different sizes keep their bits. PTX: ld.v4.b32 (v2.b64). Any architecture.
     """
-    _move_in(to, 16, into, i, source, j)
+    loaded = to.builder.load(_vector_pointer(to, 16, source, j), align=16)
+    count = 16 // into.element_bytes
+    elements = to.builder.bitcast(loaded, ir.VectorType(to.start(into).type.pointee, count))
+    to.store(into, i, [to.builder.extract_element(elements, ir.Constant(INT32, e)) for e in range(count)])
 
 
 @instruction()

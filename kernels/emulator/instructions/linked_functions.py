@@ -224,8 +224,7 @@ def reshape(batch: Batch) -> Run:
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         nd, dims, strides, newnd, newdims, newstrides, itemsize = (
-            np.ascontiguousarray(machine.local[lanes, offset : offset + 8]).view(np.int64)[:, 0]
-            for offset in at[1:8]
+            _pointer(machine, offset, lanes)[0] for offset in at[1:8]
         )
         in_f_order = machine.local[lanes, at[8]] != 0
 
@@ -244,11 +243,10 @@ def reshape(batch: Batch) -> Run:
         answers = [
             _strides(case[:old], case[old : 2 * old], case[2 * old : -2], *case[-2:]) for case in cases
         ]
-        found = np.array([answer is not None for answer in answers])[case_of.reshape(-1)]
+        case_of = case_of.reshape(-1)
+        found = np.array([answer is not None for answer in answers])[case_of]
         for i in range(new):
-            stride = np.array([0 if one is None else one[i] for one in answers], np.int64)[
-                case_of.reshape(-1)
-            ]
+            stride = np.array([0 if one is None else one[i] for one in answers], np.int64)[case_of]
             if found.any():
                 data = stride[found][None, :, None].view(np.uint8)
                 places = (newstrides + 8 * i)[None, found]

@@ -36,7 +36,7 @@ def small_blocks(dtype, tiles, panels):
         width=panels * whole.columns,
         memory=whole.rows * (whole.columns + tiles * register_tile.PITCH),
     )
-    with guarded_blocks(one_thread, small, _kept=one_thread._Kept()) as given:
+    with guarded_blocks(one_thread, small, _kept=one_thread.KeptByThread()) as given:
         yield
     assert given
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -30,20 +31,27 @@ def _forward(
         part = atomic.fetch_add(counter, 1)
 
 
+def _together(
+    take: Callable[..., None], arrays: tuple[Array, ...], size: int, threads: int, heads: int, parts: int,
+    *more: int,
+) -> None:  # fmt: skip
+    """Let threads, each with memory of `size`, take the parts of all heads from a counter."""
+    counter = np.zeros(1, np.int64)
+
+    def work() -> None:
+        take(*arrays, memory("attention", "f", size), counter.ctypes.data, heads, parts, *more)
+
+    thread_pool.together(work, min(threads, parts * heads))
+
+
 def forward(
     q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int,
     *, skip: bool, cores: Literal["one", "all"],
 ) -> None:  # fmt: skip
     """Fill out with softmax(q k^T / sqrt(width)) v, and logs; `skip` leaves out what the mask hides."""
     parts, size = -(-q.shape[0] // (heads * most_queries())), forward_memory(q.shape[1])
-
-    counter = np.zeros(1, np.int64)
-
-    def work() -> None:
-        space = memory("attention", "f", size)
-        _forward(q, k, v, out, logs, space, counter.ctypes.data, heads, parts, causal, int(skip))
-
-    thread_pool.together(work, min(thread_pool.threads() if cores == "all" else 1, parts * heads))
+    threads = thread_pool.threads() if cores == "all" else 1
+    _together(_forward, (q, k, v, out, logs), size, threads, heads, parts, causal, int(skip))
 
 
 @compiled(
@@ -73,14 +81,8 @@ def backward(
     wide, size = padded(width), backward_memory(width)
     parts = min(-(-cores // heads), -(-q.shape[0] // (heads * QUERIES)))
     dk_sums, dv_sums = (np.zeros((parts * k.shape[0], wide), k.dtype) for _ in range(2))
-
-    counter = np.zeros(1, np.int64)
-
-    def work() -> None:
-        given, at = memory("attention", "f", size), counter.ctypes.data
-        _backward(q, k, v, out, d_out, logs, dq, dk_sums, dv_sums, given, at, heads, parts, causal)
-
-    thread_pool.together(work, min(cores, parts * heads))
+    arrays = q, k, v, out, d_out, logs, dq, dk_sums, dv_sums
+    _together(_backward, arrays, size, cores, heads, parts, causal)
     np.sum(dv_sums.reshape(parts, -1, wide)[:, :, :width], 0, out=dv)
     np.sum(dk_sums.reshape(parts, -1, wide)[:, :, :width], 0, out=dk)
     dk *= np.float32(1 / math.sqrt(width))

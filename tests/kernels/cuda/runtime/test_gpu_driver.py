@@ -173,7 +173,7 @@ def test_a_gpu_that_is_too_old_for_a_kernel_is_named(monkeypatch):
 
 
 def test_properties_of_a_gpu(there):
-    found = gpu_driver.get().properties(0)
+    found = gpu_driver.get().here()
     assert (found.name, found.capability, found.multiprocessors) == ("NVIDIA Fake", (9, 0), 132)
     assert (found.driver, found.l2) == ("13.0", 50 << 20)
     assert gpu_driver.multiprocessors() == 132
