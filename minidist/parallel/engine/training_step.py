@@ -28,7 +28,7 @@ from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
-from minidist.parallel.guards.refusals import refuse_copy, refuse_growth, require_gradients
+from minidist.parallel.guards.refusals import gradients_are_off, refuse_copy, refuse_growth
 from minidist.parallel.sharding import state_by_name
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.activation_memory import ActivationCounter
@@ -143,7 +143,8 @@ class Engine:
         pairs = pairs_of(inputs, targets, self.executor.objective.takes_model)
         for pair in pairs:
             check_rows(*pair, self.data_ranks)
-        require_gradients()
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise gradients_are_off()
         batches = [self.executor.own_batch(pair, self._is_padding) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)

@@ -139,13 +139,12 @@ def refuse_state_of_slices(*_: object) -> None:
     )
 
 
-def require_gradients() -> None:
-    """Raise RuntimeError where gradients are off, in which no step can train."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "gradients are off here, as in torch.no_grad() or torch.inference_mode(), and a step trains; "
-            "call it outside, or evaluate"
-        )
+def gradients_are_off() -> RuntimeError:
+    """The error of a step where `torch.is_grad_enabled()` is False."""
+    return RuntimeError(
+        "gradients are off here, as in torch.no_grad() or torch.inference_mode(), and a step trains; call it "
+        "outside, or evaluate"
+    )
 
 
 def require_metric(metric: object) -> None:

@@ -29,7 +29,7 @@ from minidist.parallel.contract.batch import rows as some_rows
 from minidist.parallel.contract.kept_attributes import evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
 from minidist.parallel.contract.user_functions import Loss
-from minidist.parallel.guards.refusals import require_gradients, require_metric
+from minidist.parallel.guards.refusals import gradients_are_off, require_metric
 from minidist.parallel.pipeline.pipeline_checks import check_pipeline_arguments, check_stages
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.pipeline.stage_messages import (
@@ -130,7 +130,8 @@ class Pipeline:
         """
         rows = check_rows(inputs, targets)
         # These two raise every error of the batch before a receive is posted.
-        require_gradients()
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise gradients_are_off()
         self._parts(rows)
         held = [(p, ranks, None if p is None else p.grad) for p, ranks in self.tied]
         for parameter, _, _ in held:
@@ -186,8 +187,8 @@ class Pipeline:
             pipeline's own is a sum), a float64 scalar; on the others 0.
         """
         parts = self._parts(rows_of(inputs)) if parts is None else parts
-        if train:
-            require_gradients()
+        if train and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            raise gradients_are_off()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if not parts:
             return total
