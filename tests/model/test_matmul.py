@@ -18,6 +18,7 @@ from minidist.kernels.measure import harness
 from minidist.model import MLP, accuracy, digits
 from minidist.model.matmul import Linear, matmul
 from tests.helpers.products import skip_unless_it_runs
+from tests.helpers.refusals import refuses
 
 # Rung 8 rounds to bf16, so its products and layers are held to its bound, below.
 EXACT = [step for step in CPU_LADDER if not step.factors]
@@ -298,20 +299,10 @@ def test_a_layer_takes_a_rung_by_name():
     assert Linear(3, 2, rung="s7").rung.name == "s7_threads"
 
 
-@pytest.mark.parametrize(
-    ("size", "rung", "error", "message"),
-    [
-        (-1, {"rung": S4}, ValueError, "in_features is -1"),
-        (1, {}, TypeError, "rung"),
-        (
-            3,
-            {"rung": "s4_lop_order"},
-            ValueError,
-            r"unknown rung 's4_lop_order': did you mean s4_loop_order\?",
-        ),
-        (3, {"rung": 4}, TypeError, "rung is 4; give a rung or its name"),
-    ],
+test_linear_refuses_negative_sizes_and_what_is_no_rung = refuses(
+    lambda given: Linear(given[0], 2, **given[1]),
+    ((-1, {"rung": S4}), "in_features is -1"),
+    ((1, {}), TypeError, "rung"),
+    ((3, {"rung": "s4_lop_order"}), r"unknown rung 's4_lop_order': did you mean s4_loop_order\?"),
+    ((3, {"rung": 4}), TypeError, "rung is 4; give a rung or its name"),
 )
-def test_linear_refuses_negative_sizes_and_what_is_no_rung(size, rung, error, message):
-    with pytest.raises(error, match=message):
-        Linear(size, 2, **rung)

@@ -301,22 +301,23 @@ test_shapes_that_do_not_fit_are_refused = refuses(
 )
 
 
-def test_other_mistakes_are_refused(cluster_of: Clusters) -> None:
-    x = torch.zeros(1, 1, 3, 2)
-    with pytest.raises(TypeError, match="one floating dtype"):
-        ring_attention(x, x, x.double())
-    with pytest.raises(TypeError, match=r"torch\.int64"):
-        ring_attention(x.long(), x.long(), x.long())
-    with pytest.raises(ValueError, match="tile is 0"):
-        ring_attention(x, x, x, tile=0)
+x = torch.zeros(1, 1, 3, 2)
+CUT = r"the ranks have \[3\] positions, but zigzag order cuts a sequence of 4 into \[4\]"
+test_other_mistakes_are_refused = refuses(
+    lambda call: call(),
+    (lambda: ring_attention(x, x, x.double()), TypeError, "one floating dtype"),
+    (lambda: ring_attention(x.long(), x.long(), x.long()), TypeError, r"torch\.int64"),
+    (lambda: ring_attention(x, x, x, tile=0), "tile is 0"),
+    (lambda: ring_attention(x, x, x, length=4), CUT),
+)
+
+
+@on_ranks(2)
+def test_parts_that_zigzag_order_does_not_make_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"the ranks have \[3\] positions, but zigzag order cuts a sequence of 4 into \[4\]"
+        ValueError, match=r"the ranks have \[3, 6\] positions.* cuts a sequence of 9 into \[5, 4\]"
     ):
-        ring_attention(x, x, x, length=4)
-    with pytest.raises(
-        md.RankError, match=r"the ranks have \[3, 6\] positions.* cuts a sequence of 9 into \[5, 4\]"
-    ):
-        cluster_of(2).run(lambda: ring_attention(*[torch.zeros(1, 1, 3 * (1 + md.rank()), 2)] * 3))
+        ring_attention(*[torch.zeros(1, 1, 3 * (1 + md.rank()), 2)] * 3)
 
 
 def other(what: str) -> None:

@@ -19,6 +19,7 @@ from minidist.scale.step_time.layer_work import RING_TILE, LayerWork
 from tests.conftest import Clusters
 from tests.helpers.contract import patched, with_fault
 from tests.helpers.models import hugging_face
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refused_on_ranks
 from tests.parallel.context_parallel.test_ring_attention import EXACT, drawn, in_full, own
 
@@ -124,22 +125,17 @@ def test_more_ranks_than_key_heads_are_refused(cluster_of: Clusters) -> None:
     refused_on_ranks(cluster_of(3), ValueError, said, by_ulysses, drawn(6, 4, 2), True, 3)
 
 
-def prepared(layout: str, name: str) -> None:
+FEW = [
+    ("cp=4,cp_kind=ulysses", "GPT", 2),
+    ("cp=2,tp=2,cp_kind=ulysses", "GPT", 1),
+    ("cp=4,cp_kind=4x1", "Llama", 2),
+]
+
+
+@on_ranks(4, few=FEW)
+def test_too_few_key_heads_are_refused_before_training(few: tuple[str, str, int]) -> None:
+    layout, name, heads = few
     shape = GPTConfig(vocabulary=13, context=16, layers=1, heads=2, width=8)
     model = GPT(shape) if name == "GPT" else hugging_face(name)
-    md.prepare(model, torch.optim.SGD, md.Layout.parse(layout))
-
-
-@pytest.mark.parametrize(
-    ("layout", "name", "heads"),
-    [
-        ("cp=4,cp_kind=ulysses", "GPT", 2),
-        ("cp=2,tp=2,cp_kind=ulysses", "GPT", 1),
-        ("cp=4,cp_kind=4x1", "Llama", 2),
-    ],
-)
-def test_too_few_key_heads_are_refused_before_training(
-    cluster_of: Clusters, layout: str, name: str, heads: int
-) -> None:
-    with pytest.raises(md.RankError, match=rf"ranks trade heads, and with tp=\d they have {heads} key heads"):
-        cluster_of(4).run(prepared, layout, name)
+    with pytest.raises(ValueError, match=rf"ranks trade heads, and with tp=\d they have {heads} key heads"):
+        md.prepare(model, torch.optim.SGD, md.Layout.parse(layout))

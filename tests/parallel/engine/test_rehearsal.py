@@ -24,6 +24,8 @@ from minidist.parallel.training.comparable_steps import RandomOff
 from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 from tests.helpers.models import Calls, Chain
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refused_on_ranks
 
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -120,35 +122,30 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
     layout, changes, told = FAULTS[fault]
     given = {**MSE, **changes}
 
-    def first_step(rehearse: bool) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-        own = {**given, "model": given["model"]()}
-        engine = md.prepare(layout=PARSE(layout), rehearse=rehearse, **own)
-        before = engine.full_state_dict()
-        try:
-            return train(engine, batches(1))[0], before, engine.full_state_dict()
-        except ValueError:
-            after = engine.full_state_dict()
-            assert all(torch.equal(before[name], after[name]) for name in before)
-            raise
-
-    ranks = PARSE(layout).ranks
-    assert cluster_of(ranks).run(first_step, False)[0][0] > 0  # without a word
     # The remedy comes before the numbers.
     says = rf"in step 1 the layout {layout} trains otherwise than one process .*{told}.*What differs: "
-    with pytest.raises(md.RankError, match=says):
-        cluster_of(ranks).run(first_step, True)
 
-
-@pytest.mark.parametrize(("more", "told"), [(0, "trains otherwise"), (1, "cannot run")])
-def test_stages_that_pass_rows_of_their_own_are_told(cluster_of: Clusters, more: int, told: str) -> None:
     def first_step() -> None:
-        engine = md.prepare(shared(), SGD, PARSE("pp=2"), functional.mse_loss, rehearse=True)
-        x, y = batches(1, 4 + more * md.comm.rank(), 8)[0]
-        engine.step(x + md.comm.rank(), y + md.comm.rank())
+        own = {**given, "model": given["model"]()}
+        assert train(md.prepare(layout=PARSE(layout), rehearse=False, **own), batches(1))[0] > 0  # not a word
+        engine = md.prepare(layout=PARSE(layout), rehearse=True, **{**given, "model": given["model"]()})
+        before = engine.full_state_dict()
+        with pytest.raises(ValueError, match=says):
+            train(engine, batches(1))
+        after = engine.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
+    cluster_of(PARSE(layout).ranks).run(first_step)
+
+
+@on_ranks(2, more=[0, 1])
+def test_stages_that_pass_rows_of_their_own_are_told(more: int) -> None:
+    engine = md.prepare(shared(), SGD, PARSE("pp=2"), functional.mse_loss, rehearse=True)
+    x, y = batches(1, 4 + more * md.rank(), 8)[0]
+    told = "cannot run" if more else "trains otherwise"
     says = rf"{told}.* Ranks 0 and 1 were given different rows.*pick them by engine\.data_rank"
-    with pytest.raises(md.RankError, match=says):
-        cluster_of(2).run(first_step)
+    with pytest.raises(ValueError, match=says):
+        engine.step(x + md.rank(), y + md.rank())
 
 
 def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(cluster_of: Clusters) -> None:
@@ -606,11 +603,11 @@ def test_rows_are_padded_to_the_longest_of_all_ranks(cluster_of: Clusters, at_st
         return md.prepare(net(), SGD, md.Layout(dp=2), loss, rehearse=True).step(x, y)
 
     assert all(loss > 0 for loss in cluster_of(2).run(run, of_rows))
-    with pytest.raises(md.RankError, match="no mean over rows"):
-        cluster_of(2).run(run, of_tokens)
+    refused_on_ranks(cluster_of(2), ValueError, "no mean over rows", run, of_tokens)
 
 
-def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters(cluster_of: Clusters) -> None:
+@on_ranks(2)
+def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters() -> None:
     class Clamped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -624,12 +621,9 @@ def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters(cluster_of: Clu
                     self.weight.clamp_(-0.1, 0.1)
             return self.inner(x) @ self.weight
 
-    def run() -> list[float]:
-        engine = md.prepare(Clamped(), SGD, md.Layout(dp=2, zero=3), functional.mse_loss)
-        return train(engine, batches(5))
-
-    with pytest.raises(md.RankError, match=r"writes to its own parameters in its forward pass.*summon\(\)"):
-        cluster_of(2).run(run)
+    engine = md.prepare(Clamped(), SGD, md.Layout(dp=2, zero=3), functional.mse_loss)
+    with pytest.raises(RuntimeError, match=r"writes to its own parameters in its forward pass.*summon\(\)"):
+        train(engine, batches(5))
 
 
 # What ranks pad, cut and keep of a batch.
@@ -760,5 +754,5 @@ def test_a_contrastive_loss_of_texts_of_other_lengths_is_no_false_alarm(
         assert "Rank by rank, the loss is" in line
         return
     assert not line
-    with pytest.raises(md.RankError, match=r"no mean over rows.*has to gather those of all ranks"):
-        cluster_of(2).run(loss, False)
+    told = "no mean over rows.*has to gather those of all ranks"
+    refused_on_ranks(cluster_of(2), ValueError, told, loss, False)

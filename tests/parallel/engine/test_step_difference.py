@@ -15,6 +15,7 @@ import minidist as md
 from minidist.parallel.tensor_parallel.plans import plan_for
 from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.refusals import refused_on_ranks
 from tests.parallel.tensor_parallel.test_replace_layers import (
     FLAT_PLAN,
     OWN_PLAN,
@@ -78,8 +79,7 @@ REFUSED = r"The plan makes another model: the output of second differs by \d.*co
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_plan_that_makes_another_model_is_refused(cluster_of: Clusters, name: str) -> None:
-    with pytest.raises(md.RankError, match=REFUSED):
-        cluster_of(2).run(first_loss, WRONG[name], "tp=2")
+    refused_on_ranks(cluster_of(2), ValueError, REFUSED, first_loss, WRONG[name], "tp=2")
 
 
 @pytest.mark.parametrize("option", ["check_plan", "check_loss"])
@@ -109,18 +109,16 @@ class TwoParts(nn.Module):
 
 
 def test_gradients_are_compared_too(cluster_of: Clusters) -> None:
-    with pytest.raises(md.RankError, match=r"The plan makes another model\..*the gradient of scale differs"):
-        cluster_of(2).run(first_loss, TwoParts, "tp=2")
+    told = r"The plan makes another model\..*the gradient of scale differs"
+    refused_on_ranks(cluster_of(2), ValueError, told, first_loss, TwoParts, "tp=2")
 
 
 def test_a_layer_that_fails_when_cut_is_named(cluster_of: Clusters) -> None:
     def heads(y: Tensor) -> Tensor:
         return y.view(*y.shape[:-1], 4, 4).flatten(2)
 
-    with pytest.raises(
-        md.RankError, match=r"the model fails once the plan has cut the model: shape.*column_packed"
-    ):
-        cluster_of(2).run(first_loss, partial(Between, heads, 16, 16), "tp=2")
+    told = "the model fails once the plan has cut the model: shape.*column_packed"
+    refused_on_ranks(cluster_of(2), ValueError, told, first_loss, partial(Between, heads, 16, 16), "tp=2")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
 from minidist.parallel.context_parallel import zigzag_order
@@ -17,6 +16,7 @@ from minidist.parallel.training.recompute import recompute
 from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refused_on_ranks
 
 TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=2, width=8)
 LENGTHS = (13, 16, 3, 1)  # fewer than a position a rank, too
@@ -110,8 +110,8 @@ def test_parts_of_all_ranks_are_put_together(cluster_of: Clusters) -> None:
     for length in (0, 1, 7, 12):
         for whole in cluster_of(3).run(restored, all_parts(length)):
             assert torch.equal(whole, torch.arange(length)[None])
-    with pytest.raises(md.RankError, match=r"the parts have \[2, 2, 3\] positions.*cut into \[3, 2, 2\]"):
-        cluster_of(3).run(restored, all_parts(7)[::-1])
+    told = r"the parts have \[2, 2, 3\] positions.*cut into \[3, 2, 2\]"
+    refused_on_ranks(cluster_of(3), ValueError, told, restored, all_parts(7)[::-1])
 
 
 # Mistakes.
@@ -143,5 +143,5 @@ def longer_than_the_context() -> None:
 
 
 def test_a_sequence_longer_than_the_context_is_refused(cluster_of: Clusters) -> None:
-    with pytest.raises(md.RankError, match="the sequence has 20 tokens; give at most 16"):
-        cluster_of(2).run(longer_than_the_context)
+    told = "the sequence has 20 tokens; give at most 16"
+    refused_on_ranks(cluster_of(2), ValueError, told, longer_than_the_context)

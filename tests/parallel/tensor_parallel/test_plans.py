@@ -16,6 +16,7 @@ from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import HUGGING_FACE, FusedAttention, Logits, hugging_face, images, tokens
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.tensor_parallel.test_encoder_layers import Classifier
 from tests.parallel.tensor_parallel.test_heads import Blocks
 
@@ -81,9 +82,8 @@ def test_what_cannot_be_cut_is_refused(normed: Callable[[nn.Module], nn.Module])
         parallelize(model, plan_for(model))
 
 
-def test_more_ranks_than_key_heads_are_refused(cluster_of: Clusters) -> None:
-    def prepare() -> None:
-        md.prepare(Logits("Llama", 0, num_key_value_heads=1), torch.optim.AdamW, md.Layout(tp=2))
-
-    with pytest.raises(md.RankError, match="has 1 heads of keys and values, which 2 tensor-parallel ranks"):
-        cluster_of(2).run(prepare)
+@on_ranks(2)
+def test_more_ranks_than_key_heads_are_refused() -> None:
+    model = Logits("Llama", 0, num_key_value_heads=1)
+    with pytest.raises(ValueError, match="has 1 heads of keys and values, which 2 tensor-parallel ranks"):
+        md.prepare(model, torch.optim.AdamW, md.Layout(tp=2))

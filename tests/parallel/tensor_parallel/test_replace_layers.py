@@ -275,23 +275,15 @@ def test_models_without_a_plan_and_maps_that_are_not_torchs_are_refused() -> Non
         parallelize(sparse, {"0": "vocabulary"})
 
 
-def test_sizes_that_cannot_be_shared_are_refused(cluster_of: Clusters) -> None:
-    def few_heads() -> None:
-        parallelize(gpt(0, heads=2), plan_for(gpt(0)))
-
-    def few_rows() -> None:
-        parallelize(mlp(0, sizes=(6, 2, 4)), plan_for(mlp(0)))
-
-    def uneven_groups() -> None:
-        part = nn.ModuleDict({"attention": Grouped(heads=9, groups=6)})
+@on_ranks(3)
+def test_sizes_that_cannot_be_shared_are_refused() -> None:
+    part = nn.ModuleDict({"attention": Grouped(heads=9, groups=6)})
+    with pytest.raises(ValueError, match=r"attention\.q has size 18, .* not a multiple of 6 heads of 2"):
         parallelize(part, {"attention.q|k|v": "column", "attention.out": "row"})
-
-    with pytest.raises(md.RankError, match=r"attention\.q has size 18, .* not a multiple of 6 heads of 2"):
-        cluster_of(3).run(uneven_groups)
-    with pytest.raises(md.RankError, match=r"layers.1.attention has 2 heads .* 3 .* use at most 2"):
-        cluster_of(3).run(few_heads)
-    with pytest.raises(md.RankError, match=r"layers.0.linear: .* size 2: 2 cannot be shared by 3"):
-        cluster_of(3).run(few_rows)
+    with pytest.raises(ValueError, match=r"layers.1.attention has 2 heads .* 3 .* use at most 2"):
+        parallelize(gpt(0, heads=2), plan_for(gpt(0)))
+    with pytest.raises(ValueError, match=r"layers.0.linear: .* size 2: 2 cannot be shared by 3"):
+        parallelize(mlp(0, sizes=(6, 2, 4)), plan_for(mlp(0)))
 
 
 def test_a_computed_weight_is_cut(cluster_of: Clusters) -> None:

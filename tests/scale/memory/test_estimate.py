@@ -31,6 +31,7 @@ from minidist.scale.memory.largest_batch import fits, heading, parse_bytes, stan
 from minidist.scale.memory.training_setup import TrainingSetup
 from tests.conftest import Clusters
 from tests.helpers.dry_measured import experts_in_turns
+from tests.helpers.refusals import refuses
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -390,42 +391,22 @@ def test_tensor_parallelism_divides_what_the_paper_says() -> None:
     assert four == pytest.approx(8 + 24 / 4, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("config", "more", "error", "text"),
-    [
-        ("gpt2-smal", {}, ValueError, "unknown model 'gpt2-smal': did you mean 'gpt2-small'"),
-        (None, {}, TypeError, "config is None; give a GPTConfig"),
-        (-1, {}, ValueError, "config is -1 parameters"),
-        (10, {"layout": md.Layout(tp=2)}, ValueError, "for tp, pp and cp a model's shape"),
-        (
-            TINY,
-            {"layout": md.Layout(tp=5)},
-            ValueError,
-            "tp is 5 in the layout and heads are 4; give at most that",
-        ),
-        (
-            TINY,
-            {"layout": md.Layout(pp=6)},
-            ValueError,
-            "pp is 6 with chunks=1 in the layout, and 3 blocks and two ends",
-        ),
-        (
-            "gpt2-small",
-            {"layout": md.Layout(pp=15)},
-            ValueError,
-            "pp is 15 with chunks=1 in the layout, and 12 blocks",
-        ),
-        (TINY, {"precision": "fp4"}, ValueError, "unknown precision 'fp4'"),
-        (TINY, {"batch": (1, 25)}, ValueError, "batch is 1 rows of 25 tokens; give rows, at least 0"),
-        (TINY, {"batch": -1}, ValueError, "batch is -1 rows"),
-        (TINY, {"rank": 1}, ValueError, "rank is 1; give 0 to 0, a rank of the layout"),
-        (TINY, {"optimizer": "adan"}, ValueError, "unknown optimizer 'adan': did you mean 'adam'"),
-        (TINY, {"attention": "flash"}, ValueError, "unknown attention 'flash'"),
-    ],
+test_wrong_arguments = refuses(
+    lambda given: estimate(given[0], **given[1]),
+    (("gpt2-smal", {}), "unknown model 'gpt2-smal': did you mean 'gpt2-small'"),
+    ((None, {}), TypeError, "config is None; give a GPTConfig"),
+    ((-1, {}), "config is -1 parameters"),
+    ((10, {"layout": md.Layout(tp=2)}), "for tp, pp and cp a model's shape"),
+    ((TINY, {"layout": md.Layout(tp=5)}), "tp is 5 in the layout and heads are 4; give at most that"),
+    ((TINY, {"layout": md.Layout(pp=6)}), "pp is 6 with chunks=1 in the layout, and 3 blocks and two ends"),
+    (("gpt2-small", {"layout": md.Layout(pp=15)}), "pp is 15 with chunks=1 in the layout, and 12 blocks"),
+    ((TINY, {"precision": "fp4"}), "unknown precision 'fp4'"),
+    ((TINY, {"batch": (1, 25)}), "batch is 1 rows of 25 tokens; give rows, at least 0"),
+    ((TINY, {"batch": -1}), "batch is -1 rows"),
+    ((TINY, {"rank": 1}), "rank is 1; give 0 to 0, a rank of the layout"),
+    ((TINY, {"optimizer": "adan"}), "unknown optimizer 'adan': did you mean 'adam'"),
+    ((TINY, {"attention": "flash"}), "unknown attention 'flash'"),
 )
-def test_wrong_arguments(config: Any, more: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        estimate(config, **more)
 
 
 @pytest.mark.parametrize(

@@ -270,9 +270,7 @@ def test_states_of_other_groups_and_layouts_are_refused() -> None:
         md.prepare(CASES["mlp"].model(0), OPTIM.SGD, md.Layout(zero=1), data_parallel={"compression": "topk"})
 
 
-def test_ranks_whose_parameters_differ_are_told(cluster_of: Clusters) -> None:
-    def make() -> None:
+@on_ranks(2)
+def test_ranks_whose_parameters_differ_are_told() -> None:
+    with pytest.raises(ValueError, match="parameters of rank 1 in the group differ from rank 0's"):
         md.ZeroOptimizer([nn.Parameter(torch.zeros(2 + md.rank()))], OPTIM.SGD)
-
-    with pytest.raises(md.RankError, match="parameters of rank 1 in the group differ from rank 0's"):
-        cluster_of(2).run(make)
