@@ -230,7 +230,7 @@ def test_every_mark_is_proved_and_says_how_long_ranks_wait(judges: dict[str, Any
     for name, told in json.loads(judge.choices()).items():
         hole = judge.HOLES[name]
         marks = {title: each for title, *each in told["marks"]}
-        assert [*marks] == ["GPipe", "1F1B", "ZB-H1", "V"]
+        assert marks.keys() >= {"GPipe", "1F1B", "ZB-H1", "V"}  # every record gives one
         for seconds, idle, held, text in marks.values():
             found = said(judge, hole=name, text=text)
             assert found["score"] == [seconds, idle, held]
