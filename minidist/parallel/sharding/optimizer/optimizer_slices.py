@@ -98,13 +98,10 @@ class OptimizerSlices:
         nothing: Any = [{"params": []}]
         return cls(torch.optim.SGD(nothing), None)
 
-    def add_whole(self, parameters: Sequence[nn.Parameter], updated: Sequence[nn.Parameter]) -> None:
-        """Make slices of whole parameters; `updated` has for each the tensor that the optimizer updates."""
-        groups = enumerate(self.optimizer.param_groups)
-        group_of = {id(p): number for number, group in groups for p in group["params"]}
-        for index, (value, tensor) in enumerate(zip(parameters, updated, strict=True)):
-            span, group = [ParameterRange(index, 0, value.numel())], group_of.get(id(tensor))
-            self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
+    def add_whole(self, index: int, group: int | None, value: nn.Parameter, tensor: nn.Parameter) -> None:
+        """Make a slice of a whole parameter, for which the optimizer updates `tensor`."""
+        span = [ParameterRange(index, 0, value.numel())]
+        self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
 
     def add(self, buckets: Sequence[Bucket | WholeOnOwners], group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's shares of buckets; `group_of` has a group for each parameter index."""
@@ -402,11 +399,11 @@ class OptimizerSlices:
         self.apart()
         for each in self.all:
             (span,) = each.ranges
-            if each.bucket is not None and span.param_index in states:
-                self.optimizer.state[each.tensor] = {
-                    key: self._own_part(key, value, each, span)
-                    for key, value in states[span.param_index].items()
-                }
+            state = dict(states.get(span.param_index, {}))
+            if each.bucket is not None:
+                state = {key: self._own_part(key, value, each, span) for key, value in state.items()}
+            if state:
+                self.optimizer.state[each.tensor] = state
         self.join()
 
     def _own_part(self, key: str, value: Any, into: OptimizerSlice, span: ParameterRange) -> Any:
