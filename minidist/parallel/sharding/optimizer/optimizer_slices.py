@@ -2,8 +2,9 @@
 
 Where every rank keeps the whole optimizer state, as in data parallelism, this rank owns everything: the
 slices are the parameters themselves, or their masters. Otherwise they are pieces of this rank's shares of
-flat buckets. Few long tensors cost an optimizer fewer calls than many short ones, but what it computes on one
-has to stay in a core's cache from one operation to the next, hence `SLICE_BYTES`.
+flat buckets, once parameters are dealt to those. Few long tensors cost an optimizer fewer calls than many
+short ones, but what it computes on one has to stay in a core's cache from one operation to the next, hence
+`SLICE_BYTES`.
 
 A piece of a share ends where another parameter group begins, where the share ends, and between two neighbours
 of which only one had a gradient in some step: their states differ from then on. A slice's state is cut with
