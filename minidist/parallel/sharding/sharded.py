@@ -52,8 +52,6 @@ class Sharded(ABC):
         gathers: whether `forward` is a collective, which a rank without rows also has to call.
         buckets: hold the parameters, as far as they are dealt.
         on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
-        undealt: parameters in no bucket yet, where a share of them will have the state.
-        undealt_masters: their whole masters until then.
         orders: parameter indices, for each time that some were dealt; None where none are.
     """
 
@@ -65,8 +63,6 @@ class Sharded(ABC):
     group_names: Sequence[Sequence[str]]
     slices: OptimizerSlices
     buckets: list[Bucket]
-    undealt: list[nn.Parameter]
-    undealt_masters: dict[Tensor, Tensor]
     orders: list[list[int]] | None
 
     def __init__(self, sets: Sequence[ParameterSet]) -> None:
@@ -173,11 +169,7 @@ class Sharded(ABC):
         return ResidentTensors(
             self.resident(),
             [*own, *sums],
-            [
-                *self.slices.masters(),
-                *self.undealt_masters.values(),
-                *(box.tensor for each in state for box in optimizer_boxes("", each)),
-            ],
+            [*self.slices.masters(), *(box.tensor for each in state for box in optimizer_boxes("", each))],
             [*self.model.buffers()],
         )
 

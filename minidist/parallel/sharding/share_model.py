@@ -20,7 +20,6 @@ from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlice
 from minidist.parallel.sharding.sets.equal_start import start_equal
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
-from minidist.parallel.sharding.state_by_name import keep_whole_masters
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.units.units import weakly
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
@@ -88,7 +87,9 @@ def _share_whole(
     optimizer, updated = optimizer_of_masters(parameters, make, master if row.state else None)
     slices = OptimizerSlices(optimizer, master)
     if row.state:
-        slices.add_whole(parameters, updated)
+        number_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for index, (parameter, tensor) in enumerate(zip(parameters, updated, strict=True)):
+            slices.add_whole(index, number_of.get(id(tensor)), parameter, tensor)
     else:
         refuse_unshareable(type(optimizer))
         optimizer.register_state_dict_pre_hook(refuse_state_of_slices)
@@ -107,5 +108,4 @@ def _share_whole(
         follow_own_methods(optimizer, weakly(shared.after_own_method))
     name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
     shared.model, shared.group_names = model, [[name_of[tensor] for tensor in group] for group in groups]
-    keep_whole_masters(shared)
     return shared

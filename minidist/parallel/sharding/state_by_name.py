@@ -2,8 +2,7 @@
 
 A share begins and ends in the middle of parameters. Other layouts can read it all the same: this rank's
 elements of each parameter are cut into boxes (flat/ranges.py), which are views into the share, and its
-optimizer state in the same way. Whatever every rank has whole is one box. Parameters that no backward pass
-has dealt to buckets yet have whole masters, and whole optimizer state.
+optimizer state in the same way. Whatever every rank has whole is one box.
 """
 
 from __future__ import annotations
@@ -20,15 +19,6 @@ from minidist.parallel.contract.training_state import load_groups, loadable_tens
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.sharding.optimizer.optimizer_slices import SCALARS, OptimizerSlice
 from minidist.parallel.sharding.sharded import Sharded
-
-
-def keep_whole_masters(shared: Sharded) -> None:
-    """Make whole masters of parameters that no backward pass has dealt, if the optimizer has them."""
-    updated = {name for names in shared.group_names for name in names}
-    for parameter in shared.undealt:
-        if shared.slices.master not in (None, parameter.dtype) and shared.names[parameter] in updated:
-            shared.undealt_masters[parameter] = parameter.detach().to(shared.slices.master)
-
 
 # Gradients, once they are complete.
 
@@ -88,7 +78,6 @@ def state_boxes(shared: Sharded) -> Iterator[TensorBox]:
         if bucket.frees or slices.master not in (None, bucket.dtype)
     }
     masters = {each.value: each.tensor for each in slices.all if each.bucket is None}
-    masters |= shared.undealt_masters  # type: ignore[arg-type]
     aliases: dict[Tensor, list[str]] = {}
     parameter: Tensor
     for name, value in loadable_tensors(shared.model).items():
@@ -104,8 +93,6 @@ def state_boxes(shared: Sharded) -> Iterator[TensorBox]:
             for alias in aliases[parameter]:
                 values = bucket.shard[start : start + len(span)]
                 yield from cut_chunks(alias, tuple(parameter.shape), span.start, values)
-    for parameter in shared.undealt:
-        yield from optimizer_boxes(shared.names[parameter], slices.optimizer.state.get(parameter, {}))
     given = set()  # names of scalars: this rank may have several slices of one parameter
     for each, span, tensor, state in slices.by_parameter():
         parameter = shared.parameter_of(each, span)
@@ -131,7 +118,6 @@ def settings(shared: Sharded) -> dict[str, Any]:
     states = [
         (shared.parameter_of(each, span), state) for each, span, _, state in shared.slices.by_parameter()
     ]
-    states += [(parameter, optimizer.state.get(parameter, {})) for parameter in shared.undealt]
     numbers: dict[str, dict[str, Any]] = {}
     for parameter, state in states:
         if own := {key: _numbers(value) for key, value in state.items() if not isinstance(value, Tensor)}:
@@ -156,7 +142,6 @@ def load_settings(
     slices = shared.slices
     load_groups(slices.optimizer.param_groups, shared.group_names, settings["groups"])
     slices.optimizer.state.clear()
-    shared.undealt_masters.clear()
     shared.make_buckets(settings.get("order"), {*state, *settings["state"]})
     wholes: dict[tuple[str, str], Tensor] = {}  # one for all slices of a parameter, until `loaded`
 
@@ -172,10 +157,6 @@ def load_settings(
                 values[key] = wholes.setdefault((name, key), whole)
         return put_in_lists(values)
 
-    for parameter in shared.undealt:
-        if values := empty(parameter, parameter.device, None):
-            slices.optimizer.state[parameter] = values
-    keep_whole_masters(shared)
     slices.apart()
     for each in slices.all:
         (span,) = each.ranges
@@ -188,9 +169,6 @@ def loaded(shared: Sharded) -> None:
     """Join slices whose state agrees, and let all ranks compute with the loaded values. A collective."""
     if shared.slices.reload() or not shared.residency.parameters:
         shared.publish()
-    with torch.no_grad():
-        for parameter, master in shared.undealt_masters.items():
-            parameter.copy_(master)
 
 
 def _numbers(value: Any) -> Any:

@@ -92,15 +92,9 @@ class ConsolidatedState:
         parameter_of = dict(zip(numbers, _in_groups(shared), strict=True))
         states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
         shared.slices.optimizer.state.clear()
-        shared.undealt_masters.clear()
-        undealt = {*shared.undealt}  # their state stays whole until a backward pass deals them
-        dealt = {}
-        for param_index, parameter in enumerate(shared.parameters):
-            if parameter in states and parameter in undealt:
-                shared.slices.optimizer.state[parameter] = dict(states[parameter])
-            elif parameter in states:
-                dealt[param_index] = states[parameter]
-        shared.slices.load_whole_states(dealt)
+        shared.slices.load_whole_states(
+            {i: states[parameter] for i, parameter in enumerate(shared.parameters) if parameter in states}
+        )
         self.forget()
 
 
@@ -131,8 +125,8 @@ def _collect(shared: WholeParameters, to: int) -> dict[int, dict[str, Any]] | No
     to, count = here.index(ranks[to]), len(here)
     entries: list[RangeState] = [
         (span.param_index, span.start, _copied(state))
-        for _, span, _, state in shared.slices.by_parameter()
-        if state
+        for each, span, _, state in shared.slices.by_parameter()
+        if state and each.bucket is not None
     ]
     if rank_in(group) != to:
         _send(entries, to, group)

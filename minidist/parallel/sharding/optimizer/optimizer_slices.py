@@ -2,8 +2,9 @@
 
 Where every rank keeps the whole optimizer state, as in data parallelism, this rank owns everything: the
 slices are the parameters themselves, or their masters. Otherwise they are pieces of this rank's shares of
-flat buckets. Few long tensors cost an optimizer fewer calls than many short ones, but what it computes on one
-has to stay in a core's cache from one operation to the next, hence `SLICE_BYTES`.
+flat buckets, once parameters are dealt to those. Few long tensors cost an optimizer fewer calls than many
+short ones, but what it computes on one has to stay in a core's cache from one operation to the next, hence
+`SLICE_BYTES`.
 
 A piece of a share ends where another parameter group begins, where the share ends, and between two neighbours
 of which only one had a gradient in some step: their states differ from then on. A slice's state is cut with
@@ -98,13 +99,10 @@ class OptimizerSlices:
         nothing: Any = [{"params": []}]
         return cls(torch.optim.SGD(nothing), None)
 
-    def add_whole(self, parameters: Sequence[nn.Parameter], updated: Sequence[nn.Parameter]) -> None:
-        """Make slices of whole parameters; `updated` has for each the tensor that the optimizer updates."""
-        groups = enumerate(self.optimizer.param_groups)
-        group_of = {id(p): number for number, group in groups for p in group["params"]}
-        for index, (value, tensor) in enumerate(zip(parameters, updated, strict=True)):
-            span, group = [ParameterRange(index, 0, value.numel())], group_of.get(id(tensor))
-            self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
+    def add_whole(self, index: int, group: int | None, value: nn.Parameter, tensor: nn.Parameter) -> None:
+        """Make a slice of a whole parameter, for which the optimizer updates `tensor`."""
+        span = [ParameterRange(index, 0, value.numel())]
+        self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
 
     def add(self, buckets: Sequence[Bucket | WholeOnOwners], group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's shares of buckets; `group_of` has a group for each parameter index."""
@@ -402,11 +400,11 @@ class OptimizerSlices:
         self.apart()
         for each in self.all:
             (span,) = each.ranges
-            if each.bucket is not None and span.param_index in states:
-                self.optimizer.state[each.tensor] = {
-                    key: self._own_part(key, value, each, span)
-                    for key, value in states[span.param_index].items()
-                }
+            state = dict(states.get(span.param_index, {}))
+            if each.bucket is not None:
+                state = {key: self._own_part(key, value, each, span) for key, value in state.items()}
+            if state:
+                self.optimizer.state[each.tensor] = state
         self.join()
 
     def _own_part(self, key: str, value: Any, into: OptimizerSlice, span: ParameterRange) -> Any:

@@ -98,7 +98,7 @@ class ShardedParameters(Sharded):
             over = self.gradient_comm.share_group
             how = {choose("all_gather", "auto", over, each) for each in values}
             prefetch = how != {"shared_memory"}
-        self.undealt, self.undealt_masters, self.orders = [], {}, None
+        self.orders = None
         for param_set in sets:
             param_set.op = "mean" if average else "sum"
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way

@@ -4,9 +4,10 @@ Registration order is only a guess at this order, and ranks may see different on
 they would add up gradients of different parameters. So rank 0's order holds for all.
 
 Where the optimizer's state is shared, a bucket also holds the parameters' values, cut into one share for each
-rank, and this rank's share goes to its slices (optimizer_slices.py). Parameters that get gradients only
-later, because they were frozen or not there, are dealt to further buckets; the buckets before stay, with
-their state. Where the state is whole, buckets hold nothing between steps, so all parameters are dealt anew.
+rank, and this rank's share goes to its slices (optimizer_slices.py); until then each parameter is a slice of
+its own. Parameters that get gradients only later, because they were frozen or not there, are dealt to further
+buckets; the buckets before stay, with their state. Where the state is whole, buckets hold nothing between
+steps, so all parameters are dealt anew.
 
 Sources: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), section 3.2.3; Rajbhandari et al. 2020,
 "ZeRO" (see zero.py), sections 5.1 (the optimizer's state in equal parts) and 5.2 (gradients in buckets, one
@@ -27,17 +28,18 @@ from minidist.parallel.flat.joined_messages import require_same
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.training.elementwise_optimizers import work_of
+from minidist.parallel.training.master_weights import master_of
 
 
 class Dealer:
     """Deals the parameters of `sets` to their buckets, which hold up to `limit` bytes.
 
-    slices, groups: see `WholeParameters`. name_of: a parameter's name.
+    slices, groups: see `WholeParameters`. name_of: a parameter's name. masters: whether parameters have whole
+    masters until they are dealt.
 
     Attributes:
         parameters: that get gradients, or did; parameter indices number this list.
         orders: parameter indices, for each time that some were dealt.
-        undealt_masters: whole masters of parameters in no bucket yet.
     """
 
     def __init__(
@@ -47,20 +49,28 @@ class Dealer:
         groups: Sequence[dict[str, Any]],
         limit: int,
         name_of: Callable[[int], str],
+        masters: bool,
     ) -> None:
         self.sets, self.slices, self.groups, self.limit, self.name_of = sets, slices, groups, limit, name_of
+        self._whole_master = slices.master if masters else None
         self.parameters: list[nn.Parameter] = []
         self.orders: list[list[int]] = []
-        self.undealt_masters: dict[Tensor, Tensor] = {}
 
     def number(self, parameters: Iterable[nn.Parameter], set_of: Mapping[Tensor, ParameterSet]) -> bool:
         """Give parameters that have no index yet one, also in their sets; returns whether there are any."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         count, known = len(numbers), {index for each in self.sets for index in each.indices}
+        group_of, state = self._group_numbers(), self.slices.optimizer.state
         for parameter in parameters:
             if id(parameter) not in numbers:
-                numbers[id(parameter)] = len(numbers)
+                index = numbers[id(parameter)] = len(numbers)
                 self.parameters.append(parameter)
+                if not self.sets[0].residency.state:
+                    group = group_of.get(id(parameter))
+                    tensor = parameter if group is None else master_of(parameter, self._whole_master)
+                    if tensor is not parameter and parameter in state:  # which the optimizer began with
+                        state[tensor] = state.pop(parameter)
+                    self.slices.add_whole(index, group, parameter, tensor)
             if numbers[id(parameter)] not in known:
                 set_of[parameter].indices.append(numbers[id(parameter)])
         return len(numbers) > count
@@ -71,6 +81,10 @@ class Dealer:
         self.orders.clear()
         for param_set in self.sets:
             param_set.empty()
+
+    def _group_numbers(self) -> dict[int, int]:
+        """The number of each parameter's group, by the parameter's id."""
+        return {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
 
     def first_round(self, seen: Iterable[int]) -> list[tuple[ParameterSet, Bucket]]:
         """Deal the parameters that are in no bucket, and make room for a round. A collective.
@@ -105,9 +119,8 @@ class Dealer:
         """Make buckets, with loaded state, for parameters that are in none. A collective."""
         undealt = {*self.undealt()}
         order = [index for index in seen if index in undealt]
-        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
-        numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
-        group_of = {index: number for index, number in numbers.items() if number is not None}
+        number_of = self._group_numbers()
+        group_of = {i: number_of[id(p)] for i, p in enumerate(self.parameters) if id(p) in number_of}
         if order:
             self.orders.append(order)
         for param_set in self.sets:
@@ -139,15 +152,18 @@ class Dealer:
 
     def _move_state(self, new: Sequence[Bucket], order: Sequence[int], group_of: Mapping[int, int]) -> None:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""
-        whole = self.slices.optimizer.state
-        states = {i: whole.pop(self.parameters[i]) for i in order if self.parameters[i] in whole}
-        self.slices.add(new, group_of)
-        masters = {i: self.undealt_masters.pop(self.parameters[i], None) for i in order}
-        for each, span, tensor, _ in self.slices.by_parameter():
-            if each.bucket in new and (master := masters[span.param_index]) is not None:
+        slices, state = self.slices, self.slices.optimizer.state
+        whole = {each.ranges[0].param_index: each for each in slices.all if each.bucket is None}
+        states = {i: state.pop(whole[i].tensor) for i in order if whole[i].tensor in state}
+        dealt = {id(whole[i]) for i in order}
+        slices.all = [each for each in slices.all if id(each) not in dealt]
+        slices.add(new, group_of)
+        for each, span, tensor, _ in slices.by_parameter():
+            if each.bucket in new and whole[span.param_index].is_master:
+                master = whole[span.param_index].tensor.detach()
                 tensor.copy_(master.reshape(-1)[span.start : span.stop])
         if states:
-            self.slices.load_whole_states(states)
+            slices.load_whole_states(states)
 
 
 def agree_on_order(

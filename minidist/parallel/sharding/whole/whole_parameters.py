@@ -76,8 +76,8 @@ class WholeParameters(Sharded):
         for each in self.sets:
             each.configure(average, compression, leaves_grad)
         limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
-        self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of)
-        self.parameters, self.undealt_masters = self._dealer.parameters, self._dealer.undealt_masters
+        self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of, masters=module is not None)
+        self.parameters = self._dealer.parameters
         self._is_alone = not self.sharded and all(each.gradient_comm.ranks == 1 for each in self.sets)
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
@@ -178,11 +178,6 @@ class WholeParameters(Sharded):
         """The orders in which parameters were dealt; None where none are."""
         return None if self._is_alone else self._dealer.orders
 
-    @property
-    def undealt(self) -> list[nn.Parameter]:  # type: ignore[override]
-        """The parameters that are in no bucket yet, where buckets have the state."""
-        return [self.parameters[index] for index in self._dealer.undealt()] if self.sharded else []
-
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
         if not self.sharded:
@@ -195,7 +190,7 @@ class WholeParameters(Sharded):
         if self.buckets:
             return
         self._dealer.deal_saved(order)
-        if self.reducer is not None and self.buckets and not self.undealt:
+        if self.reducer is not None and self.buckets and not self._dealer.undealt():
             self.reducer.settle()
 
     # A step: passes, gradients, and the parameters to all ranks.
