@@ -193,14 +193,10 @@ def test_the_end_of_training_averages_what_is_under_way(cluster_of: Clusters) ->
 
 test_wrong_arguments = refuses(
     lambda **given: md.LocalSGD(nn.Linear(1, 1), **given),
-    ({"every": 0}, ValueError, "every is 0; give at least 1, the steps between two averagings"),
+    ({"every": 0}, "every is 0; give at least 1, the steps between two averagings"),
     ({"every": 1.5}, TypeError, r"every is 1.5 \(float\); give an integer, the steps"),
-    ({"warmup": -1}, ValueError, "warmup is -1; give at least 0, the steps at the start"),
+    ({"warmup": -1}, "warmup is -1; give at least 0, the steps at the start"),
     ({"outer": "nesterov"}, TypeError, "outer is a str; give a function from parameters to an optimizer"),
-    ({"every": 4, "fragments": 5}, ValueError, "every is 4, fragments 5 and delay 0: a fragment starts"),
-    (
-        {"every": 4, "fragments": 2, "delay": 3},
-        ValueError,
-        "every 2 steps; .* and no longer delay than that",
-    ),
+    ({"every": 4, "fragments": 5}, "every is 4, fragments 5 and delay 0: a fragment starts"),
+    ({"every": 4, "fragments": 2, "delay": 3}, "every 2 steps; .* and no longer delay than that"),
 )

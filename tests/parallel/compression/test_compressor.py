@@ -219,7 +219,7 @@ def test_the_largest_are_found(count: int, kind: str) -> None:
 
 test_wrong_compressions = refuses(
     lambda given: md.DataParallel(nn.Linear(1, 1), compression=given),
-    ("float61", ValueError, "unknown compression 'float61': did you mean 'float16'"),
+    ("float61", "unknown compression 'float61': did you mean 'float16'"),
     (16, TypeError, r"compression is 16; give one of float16, .*, an object such as TopK\(0.01\)"),
 )
 

@@ -40,21 +40,12 @@ test_arguments_of_wrong_types_are_told = refuses(
     (partial(Pipeline, LAYER, 3), "schedule is 3; give a name such as '1f1b', or"),
     (partial(Pipeline, LAYER, schedules.gpipe), "schedule is the function gpipe; give a name"),
     (partial(Pipeline, LAYER, PLAIN), r"the schedule has \('forward', 0\) for rank 0; give instruc"),
-    (
-        partial(Pipeline, LAYER, loss=None),
-        "loss is None; give a function from outputs and targets",
-    ),
+    (partial(Pipeline, LAYER, loss=None), "loss is None; give a function from outputs and targets"),
     (partial(Pipeline, LAYER, loss=3), "loss is 3; give a function from outputs and targets"),
-    (
-        partial(Pipeline, LAYER, tied=LAYER.weight),
-        "tied is Parameter; give a list with a parameter",
-    ),
+    (partial(Pipeline, LAYER, tied=LAYER.weight), "tied is Parameter; give a list with a parameter"),
     (partial(Pipeline, LAYER, tied=[3]), r"tied is \['int'\]; give a list with a parameter, or None"),
     (partial(LayerByLayer, LAYER, loss=None), "loss is None; give a function from outputs"),
-    (
-        lambda: Pipeline(LAYER).step(X.tolist(), Y),
-        "the inputs are a list; give a tensor whose first",
-    ),
+    (lambda: Pipeline(LAYER).step(X.tolist(), Y), "the inputs are a list; give a tensor whose first"),
     (lambda: Pipeline(LAYER).step(X, Y[0]), "the targets are a tensor without dimensions; give"),
     (lambda: Pipeline(LAYER).step(X, None), "the targets are a NoneType; give a tensor"),  # type: ignore[arg-type]
     (lambda: Pipeline(LAYER).evaluate(None, Y), "the inputs are a NoneType"),  # type: ignore[arg-type]
@@ -62,26 +53,14 @@ test_arguments_of_wrong_types_are_told = refuses(
     (partial(LayerByLayer(LAYER).step, 3, Y), "the inputs are a int; give a tensor"),
     (partial(schedules.check, "gpipe"), "schedule is 'gpipe'; give a list of instructions"),
     (partial(schedules.check, None), "schedule is None; give a list of instructions"),
-    (
-        partial(schedules.check, PLAIN),
-        r"the schedule has \('forward', 0\) for rank 0; give ins",
-    ),
-    (
-        partial(schedules.check, [3]),
-        "the schedule has 3 for rank 0; give a list of instructions",
-    ),
+    (partial(schedules.check, PLAIN), r"the schedule has \('forward', 0\) for rank 0; give ins"),
+    (partial(schedules.check, [3]), "the schedule has 3 for rank 0; give a list of instructions"),
     (partial(schedules.forward_only, None), "schedule is None; give a list of instructions"),
-    (
-        partial(schedules.with_messages, PLAIN),
-        r"the schedule has \('forward', 0\) for rank 0",
-    ),
+    (partial(schedules.with_messages, PLAIN), r"the schedule has \('forward', 0\) for rank 0"),
     (partial(schedules.simulate, None), "schedule is None; give a list of instructions for each"),
     (partial(schedules.simulate, ONE, 3), "times is 3; give a dict of seconds, such as"),
     (partial(schedules.plot, None), "schedule is None; give a list of instructions for each rank"),
-    (
-        partial(Instruction, "forward", "0"),
-        r"micro_batch is '0' \(str\); give an integer",
-    ),
+    (partial(Instruction, "forward", "0"), r"micro_batch is '0' \(str\); give an integer"),
     error=TypeError,
 )
 

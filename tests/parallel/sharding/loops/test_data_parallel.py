@@ -358,10 +358,10 @@ def test_any_parameters_used_on_any_ranks(
 test_wrong_arguments = refuses(
     lambda **given: md.DataParallel(**{"module": nn.Linear(1, 1), **given}),
     ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
-    ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
-    ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
-    ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
-    ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
+    ({"bucket_mb": -1}, "bucket_mb is -1; give megabytes"),
+    ({"bucket_mb": "25"}, "bucket_mb is '25'; give megabytes"),
+    ({"bucket_mb": float("inf")}, "bucket_mb is inf; give megabytes"),
+    ({"bucket_mb": float("nan")}, "bucket_mb is nan; give megabytes"),
 )
 
 
