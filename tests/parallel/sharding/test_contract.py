@@ -31,6 +31,7 @@ from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
 from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.contract import Fault, instead_of, nothing, patched
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
     ALL,
     CASES,
@@ -201,20 +202,18 @@ def test_evaluation_drops_nothing_out() -> None:
     assert model.training
 
 
-def test_micro_batches_are_as_many_as_asked(cluster_of: Clusters) -> None:
-    def count() -> list[int]:
-        rows: list[int] = []
+@on_ranks(2)
+def test_micro_batches_are_as_many_as_asked() -> None:
+    rows: list[int] = []
 
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            rows.append(len(outputs))
-            return nn.functional.cross_entropy(outputs, targets)
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        rows.append(len(outputs))
+        return nn.functional.cross_entropy(outputs, targets)
 
-        case, layout = CASES["mlp"], md.Layout(dp=md.size(), micro_batches=3)
-        engine = md.prepare(case.model(0), case.optimizer, layout, loss=loss, check_loss=False)
-        engine.step(*case.rows(torch.Generator().manual_seed(0), 7))
-        return rows
-
-    assert cluster_of(2).run(count) == [[3, 2, 2]] * 2
+    case, layout = CASES["mlp"], md.Layout(dp=md.size(), micro_batches=3)
+    engine = md.prepare(case.model(0), case.optimizer, layout, loss=loss, check_loss=False)
+    engine.step(*case.rows(torch.Generator().manual_seed(0), 7))
+    assert rows == [3, 2, 2]
 
 
 def test_a_rank_without_rows_is_told(cluster_of: Clusters) -> None:
