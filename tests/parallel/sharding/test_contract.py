@@ -164,34 +164,29 @@ def test_several_dtypes_no_elements_and_no_dimension(cluster_of: Clusters, zero:
 # Evaluation, and an engine's micro-batches.
 
 
-@pytest.mark.parametrize(("zero", "name"), [(0, "mlp"), (3, "gpt")])
-def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters, zero: int, name: str) -> None:
-    case = CASES[name]
+@on_ranks(2, row=[(0, "mlp"), (3, "gpt")])
+def test_evaluation_is_the_mean_over_all_rows(row: tuple[int, str]) -> None:
+    zero, case = row[0], CASES[row[1]]
     inputs, targets = case.rows(torch.Generator().manual_seed(3), 7)
-
-    def evaluate() -> tuple[list[float], bool, bool, int]:
-        model = case.model(md.rank())
-        engine = md.prepare(model, case.optimizer, md.Layout(dp=2, zero=zero))
-        share = slice(0, 7) if md.rank() == 0 else slice(0, 0)  # a rank may have none
-        x, y = inputs[share], targets[share]
-        before = engine.full_state_dict()
-        results = [engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])]
-        with torch.inference_mode():
-            results.append(engine.evaluate(x, y))
-        unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
-        units = engine.strategy.units if zero == 3 else ()
-        gathered = sum(bucket.values.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
-        engine.step(inputs, targets)
-        return results, unchanged, model.training, gathered
-
+    model = case.model(md.rank())
+    engine = md.prepare(model, case.optimizer, md.Layout(dp=2, zero=zero))
+    share = slice(0, 7) if md.rank() == 0 else slice(0, 0)  # a rank may have none
+    x, y = inputs[share], targets[share]
+    before = engine.full_state_dict()
+    results = [engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])]
+    with torch.inference_mode():
+        results.append(engine.evaluate(x, y))
+    unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
+    units = engine.strategy.units if zero == 3 else ()
+    gathered = sum(bucket.values.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
+    engine.step(inputs, targets)
     outputs = case.model(0)(inputs)
     wanted = float(case.loss(outputs, targets).detach())
     right = float((outputs.argmax(-1) == targets).double().mean())
-    for results, unchanged, training, gathered in cluster_of(2).run(evaluate):
-        assert results == pytest.approx([wanted, right, torch.nan, wanted], rel=1e-12, nan_ok=True)
-        assert unchanged
-        assert training
-        assert not gathered
+    assert results == pytest.approx([wanted, right, torch.nan, wanted], rel=1e-12, nan_ok=True)
+    assert unchanged
+    assert model.training
+    assert not gathered
 
 
 def test_evaluation_drops_nothing_out() -> None:
