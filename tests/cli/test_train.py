@@ -14,6 +14,7 @@ from minidist.cli import train, train_config
 from minidist.cli.train import TrainConfig, TrainResult
 from minidist.cli.train_config import build, engine_of
 from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 
 
@@ -86,31 +87,27 @@ def test_sgd_is_plain_and_momentum_is_not(name: str, momentum: float) -> None:
     assert (group["momentum"], group["lr"]) == (momentum, 0.5)
 
 
-def test_ranks_that_end_with_different_weights_are_found(cluster_of: Clusters) -> None:
-    def drift() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm, "broadcast", lambda x, **_: x)
-            with pytest.raises(RuntimeError, match="the final weights of rank 1 is not that of rank 0"):
-                train.train(TrainConfig(steps=1, seed=md.rank(), layout=md.Layout(dp=2)))
-
-    cluster_of(2).run(drift)  # all ranks raise it, and are ready for more
+@on_ranks(2)
+def test_ranks_that_end_with_different_weights_are_found() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "broadcast", lambda x, **_: x)
+        with pytest.raises(RuntimeError, match="the final weights of rank 1 is not that of rank 0"):
+            train.train(TrainConfig(steps=1, seed=md.rank(), layout=md.Layout(dp=2)))
 
 
-def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
-    def differ() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            build = train.build
+@on_ranks(2)
+def test_ranks_with_different_data_are_found() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        build = train.build
 
-            def other(config: TrainConfig) -> Any:
-                model, data = build(config)
-                data.train.inputs[0, 0] += md.rank()
-                return model, data
+        def other(config: TrainConfig) -> Any:
+            model, data = build(config)
+            data.train.inputs[0, 0] += md.rank()
+            return model, data
 
-            patch.setattr(train, "build", other)
-            with pytest.raises(RuntimeError, match="the data set of rank 1 is not that of rank 0: install"):
-                train.train(TrainConfig(steps=1, layout=md.Layout(dp=2)))
-
-    cluster_of(2).run(differ)
+        patch.setattr(train, "build", other)
+        with pytest.raises(RuntimeError, match="the data set of rank 1 is not that of rank 0: install"):
+            train.train(TrainConfig(steps=1, layout=md.Layout(dp=2)))
 
 
 test_wrong_descriptions = refuses(

@@ -43,17 +43,13 @@ test_a_mistake_is_one_sentence = refuses(
     (lambda: ring_attention(None, X, X), TypeError, "q, k and v are NoneType, Tensor, Tensor; give"),  # type: ignore[arg-type]
     (lambda: RING(length=4.0), TypeError, "length is 4.0 (float); give an integer, the positions"),
     (lambda: RING(length="4"), TypeError, "length is '4' (str); give an integer"),
-    (
-        lambda: RING(length=-4),
-        ValueError,
-        "length is -4; give at least 0, the positions of the whole",
-    ),
+    (lambda: RING(length=-4), "length is -4; give at least 0, the positions of the whole"),
     (lambda: RING(tile=1.5), TypeError, "tile is 1.5 (float); give an integer, the keys"),
     (lambda: RING(tile="a"), TypeError, "tile is 'a' (str); give an integer"),
     (lambda: RING(scale="x"), TypeError, "scale is 'x'; give a number"),
     (lambda: RING(group=3), TypeError, "group is 3; give a process group"),
-    (lambda: BYTES(8, 0, 0), ValueError, "rank is 0 of 0; give at least 1 rank"),
-    (lambda: BYTES(8, 2, 5), ValueError, "rank is 5 of 2; give"),
+    (lambda: BYTES(8, 0, 0), "rank is 0 of 0; give at least 1 rank"),
+    (lambda: BYTES(8, 2, 5), "rank is 5 of 2; give"),
     (lambda: SequenceShare(0), TypeError, "group is 0; give a process group"),  # type: ignore[arg-type]
     (lambda: parallelize(net(), None), TypeError, "plan is None; give a dictionary"),  # type: ignore[arg-type]
     (lambda: parallelize(net(), [("up", "column")]), TypeError, "plan is [('up',"),  # type: ignore[arg-type]
@@ -65,14 +61,14 @@ test_a_mistake_is_one_sentence = refuses(
     (lambda: compared(5), TypeError, "batches is a int; give a list of pairs"),
     (lambda: compared([X]), TypeError, "batch 0 is a Tensor, not a pair"),
     (lambda: compared((X[0, 0], Y)), TypeError, "batch 0 is a Tensor, not a pair"),
-    (lambda: compared([(X, Y)], repeats=-1), ValueError, "repeats is -1; give"),
+    (lambda: compared([(X, Y)], repeats=-1), "repeats is -1; give"),
     (lambda: compared([(X, Y)], repeats=1.5), TypeError, "repeats is 1.5 (float); give"),
     (lambda: differences(None, None), TypeError, "a is a NoneType; give"),  # type: ignore[arg-type]
     (lambda: md.Layout.parse(None), TypeError, "the layout is None; give text"),  # type: ignore[arg-type]
-    (lambda: md.Layout.parse("dp=²"), ValueError, "dp is '²'; give a whole number"),
-    (lambda: md.Layout.parse("dp=--2"), ValueError, "dp is '--2'; give a whole number"),
-    (lambda: schedules.by_name([], 2, 2), ValueError, "unknown schedule []: "),  # type: ignore[arg-type]
-    (lambda: Mesh().group(["tp"]), ValueError, "unknown axis ['tp']: "),  # type: ignore[arg-type]
+    (lambda: md.Layout.parse("dp=²"), "dp is '²'; give a whole number"),
+    (lambda: md.Layout.parse("dp=--2"), "dp is '--2'; give a whole number"),
+    (lambda: schedules.by_name([], 2, 2), "unknown schedule []: "),  # type: ignore[arg-type]
+    (lambda: Mesh().group(["tp"]), "unknown axis ['tp']: "),  # type: ignore[arg-type]
     (lambda: comm.all_reduce(X, group=3), TypeError, "group is 3; give"),  # type: ignore[call-overload]
     (lambda: comm.barrier(group=[]), TypeError, "group is []; give"),  # type: ignore[call-overload]
     (lambda: comm.send(X, 0, group="x"), TypeError, "group is 'x'; give"),  # type: ignore[call-overload]

@@ -21,6 +21,7 @@ from minidist.plain import one_process
 from minidist.plain.gpt import Batch, MakeOptimizer, gpt, loss_of
 from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.plain_rungs import (
     ADAMW,
     ROWS,
@@ -307,22 +308,18 @@ def test_buckets_send_fewer_messages(cluster_of: Clusters) -> None:
     assert f"{few} instead of {many}" in (module_of("buckets").__doc__ or "")
 
 
-@pytest.mark.parametrize(("rung", "begun"), [("buckets", 0), ("overlap", 6)])
-def test_overlap_sends_while_backward_runs(cluster_of: Clusters, rung: str, begun: int) -> None:
+@on_ranks(2, row=[("buckets", 0), ("overlap", 6)])
+def test_overlap_sends_while_backward_runs(row: tuple[str, int]) -> None:
     """Before the backward pass computes its last gradient, all buckets but the one that it is in are sent."""
+    (rung, begun), model, seen = row, gpt().double(), list[int]()
 
-    def all_reduces_before_the_last_gradient() -> list[int]:
-        model, seen = gpt().double(), []
+    def look(gradient: Tensor) -> None:
+        seen.append([call.name for call in ledger.calls].count("all_reduce"))
 
-        def look(gradient: Tensor) -> None:
-            seen.append([call.name for call in ledger.calls].count("all_reduce"))
-
-        model[0].weight.register_hook(look)  # type: ignore[union-attr, operator]
-        with comm.ledger() as ledger:
-            module_of(rung).train(model, draw_batches(1), ADAMW)
-        return seen
-
-    assert cluster_of(2).run(all_reduces_before_the_last_gradient) == [[begun]] * 2
+    model[0].weight.register_hook(look)  # type: ignore[union-attr, operator]
+    with comm.ledger() as ledger:
+        module_of(rung).train(model, draw_batches(1), ADAMW)
+    assert seen == [begun]
 
 
 @pytest.mark.parametrize(

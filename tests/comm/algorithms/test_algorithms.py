@@ -191,10 +191,7 @@ test_faults_are_named = refuses(
         "no rank goes on: rank 0 waits in step 0 for a message from rank 1; "
         "rank 1 waits in step 0 for a message from rank 0",
     ),
-    (
-        swapped,
-        "rank 0 waits in step 0 for rank 1 to take a message and for rank 2 to take a message; rank 1",
-    ),
+    (swapped, "rank 0 waits in step 0 for rank 1 to take a message and for rank 2 to take a message; rank 1"),
     (
         lambda: two(Step((Message(1, 0, 3),)), Step((), (Message(0, 0, 4, True),))),
         "rank 0 in step 0 sends 3 elements to rank 1, which in step 0 expects 4",
@@ -220,10 +217,7 @@ test_faults_are_named = refuses(
 )
 test_wrong_arguments_are_told_in_a_sentence = refuses(
     lambda call: call(),
-    (
-        lambda: schedule("allreduce", "ring", 2, 4),
-        "unknown operation 'allreduce': did you mean 'all_reduce'",
-    ),
+    (lambda: schedule("allreduce", "ring", 2, 4), "unknown operation 'allreduce': did you mean 'all_reduce'"),
     (lambda: schedule("all_gather", "naive", 2, 4), "unknown algorithm 'naive': .*known are ring, tree"),
     (lambda: schedule("all_reduce", "hierarchical", 4, 4, node=0), "node is 0; give the number of ranks"),
     (

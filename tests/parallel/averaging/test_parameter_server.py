@@ -372,9 +372,9 @@ test_wrong_arguments = refuses(
     lambda **given: md.ParameterServer(**{"model": mlp(0), "optimizer": SGD, **given}),
     ({"model": print}, TypeError, "model is a builtin_function_or_method; give a torch.nn.Module"),
     ({"optimizer": 3}, TypeError, "optimizer is a int; give a function from parameters"),
-    ({"servers": 0}, ValueError, "servers is 0; give at least 1"),
+    ({"servers": 0}, "servers is 0; give at least 1"),
     ({"servers": True}, TypeError, "servers is True \\(bool\\); give an integer"),
-    ({"max_staleness": -1}, ValueError, "max_staleness is -1; give at least 0, or None for no bound"),
+    ({"max_staleness": -1}, "max_staleness is -1; give at least 0, or None for no bound"),
     ({"max_staleness": 1.5}, TypeError, r"max_staleness is 1.5 \(float\); give an integer, or None for"),
-    ({}, ValueError, "servers is 1, but the world has 1 ranks; start at least 2"),
+    ({}, "servers is 1, but the world has 1 ranks; start at least 2"),
 )

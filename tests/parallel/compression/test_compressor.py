@@ -16,6 +16,7 @@ from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
 from tests.conftest import Clusters
 from tests.helpers import contract, models
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 from tests.helpers.step_bytes import bytes_of_a_step
 
@@ -50,26 +51,19 @@ def test_factors_are_exact_for_gradients_of_their_rank(cluster_of: Clusters, war
             torch.testing.assert_close(trained.state[name], wanted, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rounded_mean_is_within_its_rounding(
-    cluster_of: Clusters, name: str, dtype: torch.dtype, ranks: int
-) -> None:
-    def reduce() -> tuple[Tensor, Tensor, Tensor]:
-        gradients = torch.randn(md.size(), 50, generator=torch.Generator().manual_seed(1)).to(dtype)
-        model = md.DataParallel(Vector(50, dtype), compression=name)
-        (model() * gradients[md.rank()]).sum().backward()
-        model.synchronize()
-        assert model.module.weight.grad is not None
-        return model.module.weight.grad, gradients.mean(0), gradients.abs().mean(0)
-
+@on_ranks(2, 3, name=["float16", "bfloat16"], dtype=[torch.float32, torch.float64])
+def test_a_rounded_mean_is_within_its_rounding(name: str, dtype: torch.dtype) -> None:
+    gradients = torch.randn(md.size(), 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    model = md.DataParallel(Vector(50, dtype), compression=name)
+    (model() * gradients[md.rank()]).sum().backward()
+    model.synchronize()
+    assert model.module.weight.grad is not None
+    mean, exact, size = model.module.weight.grad, gradients.mean(0), gradients.abs().mean(0)
+    assert mean.dtype == dtype
+    assert not torch.equal(mean, exact), "it was rounded"
+    # Each rank's part is rounded once, and each of the n - 1 sums once.
     step = 2.0**-11 if name == "float16" else 2.0**-8
-    for mean, exact, size in cluster_of(ranks).run(reduce):
-        assert mean.dtype == dtype
-        assert not torch.equal(mean, exact), "it was rounded"
-        # Each rank's part is rounded once, and each of the n - 1 sums once.
-        assert torch.all((mean - exact).abs() <= (ranks + 1) * step * size)
+    assert torch.all((mean - exact).abs() <= (md.size() + 1) * step * size)
 
 
 class Vector(nn.Module):
@@ -219,7 +213,7 @@ def test_the_largest_are_found(count: int, kind: str) -> None:
 
 test_wrong_compressions = refuses(
     lambda given: md.DataParallel(nn.Linear(1, 1), compression=given),
-    ("float61", ValueError, "unknown compression 'float61': did you mean 'float16'"),
+    ("float61", "unknown compression 'float61': did you mean 'float16'"),
     (16, TypeError, r"compression is 16; give one of float16, .*, an object such as TopK\(0.01\)"),
 )
 

@@ -38,14 +38,8 @@ test_wrong_text = refuses(
     ("dp=2,dp=3", "gives dp twice"),
     ("zero=4", "zero is 4; give stage 1, 2 or 3"),
     ("precision=fp4", "unknown precision 'fp4'"),
-    (
-        "recompute=maybe",
-        "recompute is 'maybe'; give True or False, or the name of a policy: ",
-    ),
-    (
-        "pp=2,schedule=zero_bubble,recompute=attention alone",
-        "recompute is 'attention alone' with schedule",
-    ),
+    ("recompute=maybe", "recompute is 'maybe'; give True or False, or the name of a policy: "),
+    ("pp=2,schedule=zero_bubble,recompute=attention alone", "recompute is 'attention alone' with schedule"),
     ("cp=0", "cp is 0; give at least 1"),
     ("pp=2,schedule=gpip", "unknown schedule 'gpip'.*'gpipe'"),
     ("schedule=gpipe", "schedule is 'gpipe' and chunks 1 with pp=1"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 
 
@@ -52,19 +53,16 @@ def told(
     return cluster.run(compare)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_equal_copies_cost_32_bytes_for_each_other_rank(cluster_of: Clusters, ranks: int) -> None:
-    def compare() -> int:
-        copy = model()
-        optimizer = torch.optim.AdamW(copy.parameters())
-        copy(torch.ones(3, 3, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-        with comm.ledger() as ledger:
-            md.assert_in_sync(copy)
-            md.assert_in_sync(copy, gradients=True, optimizer=optimizer)
-        return ledger.bytes_sent
-
-    assert cluster_of(ranks).run(compare) == [2 * 32 * (ranks - 1)] * ranks
+@on_ranks(1, 2, 3)
+def test_equal_copies_cost_32_bytes_for_each_other_rank() -> None:
+    copy = model()
+    optimizer = torch.optim.AdamW(copy.parameters())
+    copy(torch.ones(3, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    with comm.ledger() as ledger:
+        md.assert_in_sync(copy)
+        md.assert_in_sync(copy, gradients=True, optimizer=optimizer)
+    assert ledger.bytes_sent == 2 * 32 * (md.size() - 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -120,17 +118,15 @@ def test_every_kind_of_difference_is_told(
         assert re.search(text, message), message
 
 
-def test_a_rank_without_the_tensor_goes_before_a_difference(cluster_of: Clusters) -> None:
-    def compare() -> str:
-        copy = model()
-        if md.rank() == 1:
-            copy[2].bias.data += 1
-        if md.rank() == 2:
-            copy[2].bias = None
-        return text_of(copy)
-
+@on_ranks(3)
+def test_a_rank_without_the_tensor_goes_before_a_difference() -> None:
+    copy = model()
+    if md.rank() == 1:
+        copy[2].bias.data += 1
+    if md.rank() == 2:
+        copy[2].bias = None
     wanted = "rank 2 has no parameter 2.bias, and rank 0 has; rank 1 differs from rank 0 too"
-    assert cluster_of(3).run(compare) == [f"the ranks are out of sync: {wanted}"] * 3
+    assert text_of(copy) == f"the ranks are out of sync: {wanted}"
 
 
 def test_zeros_and_nans_are_equal_whatever_their_bits(cluster_of: Clusters) -> None:
@@ -155,47 +151,39 @@ def test_zeros_and_nans_are_equal_whatever_their_bits(cluster_of: Clusters) -> N
     assert all(one != other for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint8]
-)
-def test_dtypes_that_cannot_be_reduced_are_compared_too(cluster_of: Clusters, dtype: torch.dtype) -> None:
-    def compare() -> str:
-        holder = nn.Module()
-        holder.register_buffer("odd", torch.zeros(3, 1).to(dtype))
-        holder.register_buffer("empty", torch.zeros(0, 2).to(dtype))
-        md.assert_in_sync(holder)
-        if md.rank() == 1:
-            holder.odd.copy_(torch.tensor([[0.0], [1.0], [0.0]]).to(dtype))
-        return text_of(holder)
-
-    for text in cluster_of(2).run(compare):
-        assert re.search(r"buffer odd, \w+\[3x1\], differs .*: 1 of 3 elements, by up to 1;", text), text
+@on_ranks(2, dtype=[torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint8])
+def test_dtypes_that_cannot_be_reduced_are_compared_too(dtype: torch.dtype) -> None:
+    holder = nn.Module()
+    holder.register_buffer("odd", torch.zeros(3, 1).to(dtype))
+    holder.register_buffer("empty", torch.zeros(0, 2).to(dtype))
+    md.assert_in_sync(holder)
+    if md.rank() == 1:
+        holder.odd.copy_(torch.tensor([[0.0], [1.0], [0.0]]).to(dtype))
+    assert re.search(r"buffer odd, \w+\[3x1\], differs .*: 1 of 3 elements, by up to 1;", text_of(holder))
 
 
-def test_an_optimizers_state_and_options_are_compared(cluster_of: Clusters) -> None:
-    def compare() -> list[str]:
-        texts = []
-        for fault in range(3):
-            copy = model()
-            optimizer = torch.optim.AdamW(copy.parameters(), lr=0.5)
-            if fault != 2 or md.rank() == 0:
-                for parameter in copy.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-            if md.rank() == 1 and fault == 0:
-                optimizer.state[copy[0].bias]["exp_avg"][1] += 1
-            if md.rank() == 1 and fault == 1:
-                optimizer.param_groups[0]["lr"] = 0.25
-            if fault == 2:
-                copy.load_state_dict(model().state_dict())
-            md.assert_in_sync(copy)
-            texts.append(text_of(copy, optimizer=optimizer))
-        return texts
-
-    for state, option, missing in cluster_of(2).run(compare):
-        assert "optimizer's exp_avg of 0.bias, float64[4], differs between rank 1 and rank 0: 1 of 4" in state
-        assert "optimizer's lr of its group 0 is 0.25 on rank 1 and 0.5 on rank 0" in option
-        assert "rank 1 has no optimizer's exp_avg of 0.weight, and rank 0 has" in missing
+@on_ranks(2)
+def test_an_optimizers_state_and_options_are_compared() -> None:
+    texts = []
+    for fault in range(3):
+        copy = model()
+        optimizer = torch.optim.AdamW(copy.parameters(), lr=0.5)
+        if fault != 2 or md.rank() == 0:
+            for parameter in copy.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        if md.rank() == 1 and fault == 0:
+            optimizer.state[copy[0].bias]["exp_avg"][1] += 1
+        if md.rank() == 1 and fault == 1:
+            optimizer.param_groups[0]["lr"] = 0.25
+        if fault == 2:
+            copy.load_state_dict(model().state_dict())
+        md.assert_in_sync(copy)
+        texts.append(text_of(copy, optimizer=optimizer))
+    state, option, missing = texts
+    assert "optimizer's exp_avg of 0.bias, float64[4], differs between rank 1 and rank 0: 1 of 4" in state
+    assert "optimizer's lr of its group 0 is 0.25 on rank 1 and 0.5 on rank 0" in option
+    assert "rank 1 has no optimizer's exp_avg of 0.weight, and rank 0 has" in missing
 
 
 def test_only_a_groups_ranks_are_compared(cluster_of: Clusters) -> None:
@@ -214,19 +202,16 @@ def test_only_a_groups_ranks_are_compared(cluster_of: Clusters) -> None:
     assert "differs between rank 2 and rank 0" in results[0]
 
 
-def test_a_difference_costs_what_the_docstring_says(cluster_of: Clusters) -> None:
-    def compare() -> tuple[int, list[tuple[str, int]]]:
-        copy = model()
-        copy[2].weight.data += md.rank()
-        with comm.ledger() as ledger, pytest.raises(md.OutOfSync):
-            md.assert_in_sync(copy)
-        return ledger.bytes_sent, [(call.name, call.bytes_sent) for call in ledger.calls]
-
-    for total, calls in cluster_of(3).run(compare):
-        longest = calls[2][1] // 2
-        assert [name for name, _ in calls] == ["all_gather"] * 4
-        assert total == 2 * (32 + 8 + longest + 2 * 4 * 8)
-        assert longest > 9 * 64  # a hash, in hexadecimal, of each tensor
+@on_ranks(3)
+def test_a_difference_costs_what_the_docstring_says() -> None:
+    copy = model()
+    copy[2].weight.data += md.rank()
+    with comm.ledger() as ledger, pytest.raises(md.OutOfSync):
+        md.assert_in_sync(copy)
+    longest = ledger.calls[2].bytes_sent // 2
+    assert [call.name for call in ledger.calls] == ["all_gather"] * 4
+    assert ledger.bytes_sent == 2 * (32 + 8 + longest + 2 * 4 * 8)
+    assert longest > 9 * 64  # a hash, in hexadecimal, of each tensor
 
 
 test_wrong_arguments_are_told = refuses(

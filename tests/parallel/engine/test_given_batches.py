@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import MLP
-from tests.conftest import Clusters
 from tests.helpers.contract import own_rows, plain_steps
 from tests.helpers.on_ranks import on_ranks
 
@@ -97,21 +96,14 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return SGD([p for p in model.parameters() if p.requires_grad])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batches_of_any_structure(cluster_of: Clusters, layout: str) -> None:
-    def train() -> list[dict[str, Tensor]]:
-        found = []
-        for make in STRUCTURES.values():
-            engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
-            for each in BATCHES:
-                engine.step(*make(*own_rows(engine, each)))
-            found.append(engine.full_state_dict())
-        return found
-
+@on_ranks(2, layout=LAYOUTS)
+def test_batches_of_any_structure(layout: str) -> None:
     expected = reference()
-    for states in cluster_of(2).run(train):
-        for state in states:
-            torch.testing.assert_close(state, expected, **EXACT)
+    for make in STRUCTURES.values():
+        engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
+        for each in BATCHES:
+            engine.step(*make(*own_rows(engine, each)))
+        torch.testing.assert_close(engine.full_state_dict(), expected, **EXACT)
 
 
 # What is refused.

@@ -148,17 +148,13 @@ def test_stages_that_pass_rows_of_their_own_are_told(more: int) -> None:
         engine.step(x + md.rank(), y + md.rank())
 
 
-def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(cluster_of: Clusters) -> None:
-    def first_told() -> int:
-        engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)
-        for step, (x, y) in enumerate(batches(12), 1):
-            try:
-                train(engine, [(x, y.clamp(min=-0.4) if step < 5 else y)])
-            except ValueError:
-                return step
-        return 0
-
-    assert cluster_of(2).run(first_told) == [10, 10]
+@on_ranks(2)
+def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed() -> None:
+    engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)
+    *before, found = [(x, y.clamp(min=-0.4) if step < 5 else y) for step, (x, y) in enumerate(batches(10), 1)]
+    train(engine, before)
+    with pytest.raises(ValueError, match="trains otherwise"):
+        train(engine, [found])
 
 
 def rehearsed(engine: md.Engine, steps: Iterable[Callable[[], Any]]) -> list[int]:
@@ -215,19 +211,15 @@ def shared() -> nn.Module:
     return Chain(block, nn.Linear(8, 8), block).double()
 
 
-def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> None:
-    scale = nn.Parameter(torch.zeros((), **DOUBLE))
-
-    def refused() -> list[str]:
-        told = []
-        for layout in ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "pp=2"):
-            model: nn.Module = shared() if "pp" in layout else net()
-            with pytest.raises(ValueError, match="holds model and loss") as caught:
-                md.prepare(model, lambda ps: SGD([*ps, scale]), PARSE(layout), functional.mse_loss)
-            told.append(str(caught.value))
-        return told
-
-    assert len(set(cluster_of(2).run(refused)[0])) == 1
+@on_ranks(2)
+def test_a_parameter_of_the_loss_is_refused_everywhere() -> None:
+    scale, told = nn.Parameter(torch.zeros((), **DOUBLE)), []
+    for layout in ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "pp=2"):
+        model: nn.Module = shared() if "pp" in layout else net()
+        with pytest.raises(ValueError, match="holds model and loss") as caught:
+            md.prepare(model, lambda ps: SGD([*ps, scale]), PARSE(layout), functional.mse_loss)
+        told.append(str(caught.value))
+    assert len(set(told)) == 1
 
 
 # What is right stays as it is.

@@ -12,6 +12,7 @@ import minidist as md
 from minidist import comm
 from minidist.parallel.flat.joined_messages import broadcast_together, deal_to_buckets
 from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import error_of
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -48,22 +49,20 @@ def test_small_tensors_share_a_bucket_and_a_large_one_has_its_own() -> None:
     assert deal_to_buckets([], [], limit=5) == []
 
 
-def test_rank_0s_tensors_reach_all_in_few_messages(cluster_of: Clusters) -> None:
-    def share() -> tuple[list[list[float]], int]:
-        tensors = [
-            torch.full((3,), float(md.rank())),
-            torch.full((2, 2), float(md.rank()), dtype=torch.float64).t(),
-            torch.tensor(md.rank() == 0),
-            torch.full((4, 2), float(md.rank()))[:, 1],  # not contiguous
-            torch.empty(0),
-        ]
-        with comm.ledger() as ledger:
-            broadcast_together(tensors, None)
-        return [tensor.double().flatten().tolist() for tensor in tensors], len(ledger.calls)
-
-    for values, calls in cluster_of(3).run(share):
-        assert values == [[0] * 3, [0] * 4, [1], [0] * 4, []]
-        assert calls == 3, "one for each dtype"
+@on_ranks(3)
+def test_rank_0s_tensors_reach_all_in_few_messages() -> None:
+    tensors = [
+        torch.full((3,), float(md.rank())),
+        torch.full((2, 2), float(md.rank()), dtype=torch.float64).t(),
+        torch.tensor(md.rank() == 0),
+        torch.full((4, 2), float(md.rank()))[:, 1],  # not contiguous
+        torch.empty(0),
+    ]
+    with comm.ledger() as ledger:
+        broadcast_together(tensors, None)
+    values = [tensor.double().flatten().tolist() for tensor in tensors]
+    assert values == [[0] * 3, [0] * 4, [1], [0] * 4, []]
+    assert len(ledger.calls) == 3, "one for each dtype"
 
 
 DIFFERENCES = {

@@ -14,7 +14,6 @@ from torch import nn
 
 import minidist as md
 from minidist.parallel.guards import claims
-from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
 from tests.helpers.on_ranks import on_ranks
 
@@ -74,22 +73,18 @@ def test_a_second_one_is_told(first: int | str) -> None:
         train(kept, range(2, 4))  # nothing has happened to it
 
 
-@pytest.mark.parametrize("first", range(3))
-def test_a_model_whose_engine_is_gone_is_free(cluster_of: Clusters, first: int) -> None:
-    def check(second: int) -> None:
-        model = net()
-        engine = prepared(model, first)
-        train(engine, range(2))
-        del engine
-        again = prepared(model, second)
-        train(again, range(2, 4))
-        reference, loss = net(), of_outputs(nn.functional.cross_entropy)
-        plain_steps(reference, SGD(reference.parameters()), map(batch, range(4)), loss)
-        state = again.full_state_dict()
-        torch.testing.assert_close(state, dict(reference.state_dict()), rtol=1e-12, atol=1e-12)
-
-    for second in range(4):
-        cluster_of(2).run(check, second)
+@on_ranks(2, first=range(3), second=range(4))
+def test_a_model_whose_engine_is_gone_is_free(first: int, second: int) -> None:
+    model = net()
+    engine = prepared(model, first)
+    train(engine, range(2))
+    del engine
+    again = prepared(model, second)
+    train(again, range(2, 4))
+    reference, loss = net(), of_outputs(nn.functional.cross_entropy)
+    plain_steps(reference, SGD(reference.parameters()), map(batch, range(4)), loss)
+    state = again.full_state_dict()
+    torch.testing.assert_close(state, dict(reference.state_dict()), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("first", [3, "FullyShard"])

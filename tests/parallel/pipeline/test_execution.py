@@ -24,6 +24,7 @@ from minidist.parallel.schedules.instructions import Instruction
 from tests.conftest import Clusters
 from tests.helpers.contract import Fault, instead_of, nothing, patched, with_fault
 from tests.helpers.models import Calls, gpt, tokens
+from tests.helpers.on_ranks import on_ranks
 
 Gradients = dict[str, Tensor]
 ROWS = (8, 3, 1, 13)  # ragged, and fewer than there are micro-batches
@@ -198,27 +199,24 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, schedule: str, fault: F
         check(found, (5,))
 
 
-def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:
-    def train(schedule: str) -> tuple[bool, set[int]]:
-        model = gpt(layers=6)
-        stages = own_stages(model)
-        tied = untie(model)
-        pipeline = Pipeline(stages, schedule, 4, tied=[tied])
-        calls: dict[str, int] = {}
-        for name, parameter in stages[0].named_parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: calls.update({name: calls.get(name, 0) + 1})
-            )
-        batch = tokens(torch.Generator().manual_seed(0), 8)
-        pipeline.step(*batch)
-        once = [p.grad.clone() for p in stages[0].parameters() if p.grad is not None]
-        pipeline.step(*batch)
-        twice = [p.grad for p in stages[0].parameters() if p.grad is not None]
-        close = all(torch.allclose(2 * a, b, rtol=1e-10) for a, b in zip(once, twice, strict=True))
-        return close, set(calls.values())
-
-    for schedule in ("1f1b", "zero_bubble"):
-        assert cluster_of(2).run(train, schedule) == [(True, {8})] * 2
+@on_ranks(2, schedule=["1f1b", "zero_bubble"])
+def test_gradients_add_up_and_hooks_run(schedule: str) -> None:
+    model = gpt(layers=6)
+    stages = own_stages(model)
+    tied = untie(model)
+    pipeline = Pipeline(stages, schedule, 4, tied=[tied])
+    calls: dict[str, int] = {}
+    for name, parameter in stages[0].named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: calls.update({name: calls.get(name, 0) + 1})
+        )
+    batch = tokens(torch.Generator().manual_seed(0), 8)
+    pipeline.step(*batch)
+    once = [p.grad.clone() for p in stages[0].parameters() if p.grad is not None]
+    pipeline.step(*batch)
+    twice = [p.grad for p in stages[0].parameters() if p.grad is not None]
+    assert all(torch.allclose(2 * a, b, rtol=1e-10) for a, b in zip(once, twice, strict=True))
+    assert set(calls.values()) == {8}
 
 
 def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
@@ -264,23 +262,18 @@ STAGES: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "layer by layer"])
-@pytest.mark.parametrize("kind", STAGES)
-def test_a_stage_may_be_anything(cluster_of: Clusters, kind: str, schedule: str) -> None:
-    def train() -> bool:
-        torch.manual_seed(0)
-        whole = nn.Sequential(*STAGES[kind]()).double()
-        x, t = torch.randn(5, 4, 4, dtype=torch.float64), torch.arange(20).view(5, 4) % 4
-        expected = torch.autograd.grad(cross_entropy(whole(x), t), [*whole.parameters()])
-        stage = whole[md.rank()]
-        pipeline = md.LayerByLayer(stage) if schedule == "layer by layer" else Pipeline(stage, schedule, 3)
-        pipeline.step(x, t)
-        wanted = dict(zip(whole.parameters(), expected, strict=True))
-        gradients = [p.grad for p in stage.parameters()]
-        torch.testing.assert_close(gradients, [wanted[p] for p in stage.parameters()], **EXACT)
-        return True
-
-    assert cluster_of(3).run(train) == [True] * 3
+@on_ranks(3, kind=[*STAGES], schedule=["1f1b", "zero_bubble", "layer by layer"])
+def test_a_stage_may_be_anything(kind: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(*STAGES[kind]()).double()
+    x, t = torch.randn(5, 4, 4, dtype=torch.float64), torch.arange(20).view(5, 4) % 4
+    expected = torch.autograd.grad(cross_entropy(whole(x), t), [*whole.parameters()])
+    stage = whole[md.rank()]
+    pipeline = md.LayerByLayer(stage) if schedule == "layer by layer" else Pipeline(stage, schedule, 3)
+    pipeline.step(x, t)
+    wanted = dict(zip(whole.parameters(), expected, strict=True))
+    gradients = [p.grad for p in stage.parameters()]
+    torch.testing.assert_close(gradients, [wanted[p] for p in stage.parameters()], **EXACT)
 
 
 def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:

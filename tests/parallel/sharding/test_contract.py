@@ -30,6 +30,7 @@ from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
 from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.contract import Fault, instead_of, nothing, patched
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
     ALL,
     CASES,
@@ -162,34 +163,29 @@ def test_several_dtypes_no_elements_and_no_dimension(cluster_of: Clusters, zero:
 # Evaluation, and an engine's micro-batches.
 
 
-@pytest.mark.parametrize(("zero", "name"), [(0, "mlp"), (3, "gpt")])
-def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters, zero: int, name: str) -> None:
-    case = CASES[name]
+@on_ranks(2, row=[(0, "mlp"), (3, "gpt")])
+def test_evaluation_is_the_mean_over_all_rows(row: tuple[int, str]) -> None:
+    zero, case = row[0], CASES[row[1]]
     inputs, targets = case.rows(torch.Generator().manual_seed(3), 7)
-
-    def evaluate() -> tuple[list[float], bool, bool, int]:
-        model = case.model(md.rank())
-        engine = md.prepare(model, case.optimizer, md.Layout(dp=2, zero=zero))
-        share = slice(0, 7) if md.rank() == 0 else slice(0, 0)  # a rank may have none
-        x, y = inputs[share], targets[share]
-        before = engine.full_state_dict()
-        results = [engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])]
-        with torch.inference_mode():
-            results.append(engine.evaluate(x, y))
-        unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
-        units = engine.strategy.units if zero == 3 else ()
-        gathered = sum(bucket.values.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
-        engine.step(inputs, targets)
-        return results, unchanged, model.training, gathered
-
+    model = case.model(md.rank())
+    engine = md.prepare(model, case.optimizer, md.Layout(dp=2, zero=zero))
+    share = slice(0, 7) if md.rank() == 0 else slice(0, 0)  # a rank may have none
+    x, y = inputs[share], targets[share]
+    before = engine.full_state_dict()
+    results = [engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])]
+    with torch.inference_mode():
+        results.append(engine.evaluate(x, y))
+    unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
+    units = engine.strategy.units if zero == 3 else ()
+    gathered = sum(bucket.values.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
+    engine.step(inputs, targets)
     outputs = case.model(0)(inputs)
     wanted = float(case.loss(outputs, targets).detach())
     right = float((outputs.argmax(-1) == targets).double().mean())
-    for results, unchanged, training, gathered in cluster_of(2).run(evaluate):
-        assert results == pytest.approx([wanted, right, torch.nan, wanted], rel=1e-12, nan_ok=True)
-        assert unchanged
-        assert training
-        assert not gathered
+    assert results == pytest.approx([wanted, right, torch.nan, wanted], rel=1e-12, nan_ok=True)
+    assert unchanged
+    assert model.training
+    assert not gathered
 
 
 def test_evaluation_drops_nothing_out() -> None:
@@ -200,20 +196,18 @@ def test_evaluation_drops_nothing_out() -> None:
     assert model.training
 
 
-def test_micro_batches_are_as_many_as_asked(cluster_of: Clusters) -> None:
-    def count() -> list[int]:
-        rows: list[int] = []
+@on_ranks(2)
+def test_micro_batches_are_as_many_as_asked() -> None:
+    rows: list[int] = []
 
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            rows.append(len(outputs))
-            return nn.functional.cross_entropy(outputs, targets)
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        rows.append(len(outputs))
+        return nn.functional.cross_entropy(outputs, targets)
 
-        case, layout = CASES["mlp"], md.Layout(dp=md.size(), micro_batches=3)
-        engine = md.prepare(case.model(0), case.optimizer, layout, loss=loss, check_loss=False)
-        engine.step(*case.rows(torch.Generator().manual_seed(0), 7))
-        return rows
-
-    assert cluster_of(2).run(count) == [[3, 2, 2]] * 2
+    case, layout = CASES["mlp"], md.Layout(dp=md.size(), micro_batches=3)
+    engine = md.prepare(case.model(0), case.optimizer, layout, loss=loss, check_loss=False)
+    engine.step(*case.rows(torch.Generator().manual_seed(0), 7))
+    assert rows == [3, 2, 2]
 
 
 def test_a_rank_without_rows_is_told(cluster_of: Clusters) -> None:

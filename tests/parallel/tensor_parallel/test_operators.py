@@ -39,19 +39,15 @@ def sequence_gathered_and_scattered(x: Tensor) -> Tensor:
     return gather_from_ranks(scatter_sequence(inside), -2, T)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_gradients_equal_differences(cluster_of: Clusters, ranks: int) -> None:
+@on_ranks(1, 3)
+def test_gradients_equal_differences() -> None:
     """Of a function from what all ranks have to what all have: differences can be taken on all at once.
 
     Layers use the other operators, and are held to the gradients of one process.
     """
-
-    def check() -> None:
-        x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        # One rank takes the difference for each element; three take one, in a random direction.
-        torch.autograd.gradcheck(sequence_gathered_and_scattered, x.requires_grad_(), fast_mode=ranks > 1)
-
-    cluster_of(ranks).run(check)
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    # One rank takes the difference for each element; three take one, in a random direction.
+    torch.autograd.gradcheck(sequence_gathered_and_scattered, x.requires_grad_(), fast_mode=md.size() > 1)
 
 
 SENT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int, int], int], Callable[[int, int], int]]] = {
@@ -68,21 +64,17 @@ SENT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int, int], int], Cal
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", SENT)
-def test_operators_send_what_they_say(cluster_of: Clusters, name: str, ranks: int) -> None:
+@on_ranks(1, 2, 3, name=[*SENT])
+def test_operators_send_what_they_say(name: str) -> None:
     operator, forward, backward = SENT[name]
-
-    def count() -> tuple[int, int]:
-        x = torch.ones(B, T, D, requires_grad=True)
-        with comm.ledger() as there:
-            y = operator(x)
-        with comm.ledger() as back:
-            y.sum().backward()
-        return there.bytes_sent, back.bytes_sent
-
+    x = torch.ones(B, T, D, requires_grad=True)
+    with comm.ledger() as there:
+        y = operator(x)
+    with comm.ledger() as back:
+        y.sum().backward()
     size = B * T * D * 4
-    assert cluster_of(ranks).run(count) == [(forward(ranks, size), backward(ranks, size))] * ranks
+    assert there.bytes_sent == forward(md.size(), size)
+    assert back.bytes_sent == backward(md.size(), size)
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ from minidist.parallel.tensor_parallel.cuts import Cut, cuts
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.on_ranks import on_ranks
 
 PARSE = md.Layout.parse
 
@@ -65,19 +66,17 @@ def test_packed_matrices_train_to_the_weights_of_one_process(cluster_of: Cluster
     contract.check(cluster_of, CASE, layout, plan=PLAN)
 
 
-def test_a_rank_has_its_heads_of_each_matrix(cluster_of: Clusters) -> None:
-    def look() -> tuple[Tensor, dict[str, Cut], str]:
-        model = Packed(0)
-        parallelize(model, PLAN)
-        return model.qkv.weight.detach(), cuts(model), str(model.qkv)
-
-    whole = Packed(0).qkv.weight.detach().unflatten(0, (3, 8))
-    for rank, (weight, found, text) in enumerate(cluster_of(3).run(look)):
-        start, stop = ((0, 2), (2, 4), (4, 8))[rank]
-        torch.testing.assert_close(weight, whole[:, start:stop].flatten(0, 1), rtol=0, atol=0)
-        assert found["qkv.weight"] == Cut((24, 8), (start, 0), (stop - start, 8), 3)
-        assert found["mlp.up.bias"] == Cut((18,), (3 * rank,), (3,), 2)
-        assert f"3 times {start}-{stop} of 8" in text
+@on_ranks(3)
+def test_a_rank_has_its_heads_of_each_matrix() -> None:
+    model = Packed(0)
+    parallelize(model, PLAN)
+    whole, rank = Packed(0).qkv.weight.detach().unflatten(0, (3, 8)), md.rank()
+    weight, found, text = model.qkv.weight.detach(), cuts(model), str(model.qkv)
+    start, stop = ((0, 2), (2, 4), (4, 8))[rank]
+    torch.testing.assert_close(weight, whole[:, start:stop].flatten(0, 1), rtol=0, atol=0)
+    assert found["qkv.weight"] == Cut((24, 8), (start, 0), (stop - start, 8), 3)
+    assert found["mlp.up.bias"] == Cut((18,), (3 * rank,), (3,), 2)
+    assert f"3 times {start}-{stop} of 8" in text
 
 
 @pytest.mark.parametrize("after", ["dp=1", "tp=3", "dp=2,tp=2,zero=1"])

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
@@ -43,23 +43,20 @@ def test_models_of_transformers_train_to_the_weights_of_one_process(cluster_of: 
     contract.check(cluster_of, case_of(name), md.Layout(tp=2))
 
 
-def test_each_rank_holds_its_part_under_the_names_of_the_model(cluster_of: Clusters) -> None:
-    def look() -> tuple[dict[str, Cut], Tensor, int, list[str]]:
-        model = hugging_face("GPT-2", 0)
-        parallelize(model, plan_for(model))
-        attention = model.transformer.h[0].attn
-        return cuts(model), attention.c_attn.weight.detach(), attention.split_size, [*model.state_dict()]
-
+@on_ranks(2)
+def test_each_rank_holds_its_part_under_the_names_of_the_model() -> None:
     model = hugging_face("GPT-2", 0)
-    for rank, (found, weight, split_size, names) in enumerate(cluster_of(2).run(look)):
-        whole = model.transformer.h[0].attn.c_attn.weight.detach()  # (in, out)
-        own = whole.unflatten(1, (3, 16))[..., 8 * rank : 8 * rank + 8].flatten(1)
-        torch.testing.assert_close(weight, own, rtol=0, atol=0)
-        assert found["transformer.h.0.attn.c_attn.weight"] == Cut((16, 48), (0, 8 * rank), (16, 8), 3, 1)
-        assert found["transformer.h.0.attn.c_attn.bias"] == Cut((48,), (8 * rank,), (8,), 3)
-        assert found["lm_head.weight"] == found["transformer.wte.weight"]
-        assert split_size == 8
-        assert names == [*model.state_dict()]
+    parallelize(model, plan_for(model))
+    attention = model.transformer.h[0].attn
+    rank, plain, found = md.rank(), hugging_face("GPT-2", 0), cuts(model)
+    whole = plain.transformer.h[0].attn.c_attn.weight.detach()  # (in, out)
+    own = whole.unflatten(1, (3, 16))[..., 8 * rank : 8 * rank + 8].flatten(1)
+    torch.testing.assert_close(attention.c_attn.weight.detach(), own, rtol=0, atol=0)
+    assert found["transformer.h.0.attn.c_attn.weight"] == Cut((16, 48), (0, 8 * rank), (16, 8), 3, 1)
+    assert found["transformer.h.0.attn.c_attn.bias"] == Cut((48,), (8 * rank,), (8,), 3)
+    assert found["lm_head.weight"] == found["transformer.wte.weight"]
+    assert attention.split_size == 8
+    assert [*model.state_dict()] == [*plain.state_dict()]
 
 
 class Convolutions(nn.Module):

@@ -210,27 +210,21 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Fault) -> None:
         contract.compare(assemble(trained), contract.train_in_one_process(CASES["gpt"]))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_pass_sends_what_the_formula_says(
-    cluster_of: Clusters, ranks: int, sequence_parallel: bool
-) -> None:
-    def count() -> tuple[int, int, list[str]]:
-        model = gpt(0)
-        parallelize(model, plan_for(model), sequence_parallel=sequence_parallel)
-        inputs, targets = tokens(torch.Generator().manual_seed(0), 3)
-        with comm.ledger() as ledger:
-            loss_of(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
-        predicted = bytes_per_pass(model.config, 3, TOKENS, md.size(), sequence_parallel, 8)  # type: ignore[arg-type]
-        return ledger.bytes_sent, predicted, [call.name for call in ledger.calls]
-
-    for sent, predicted, calls in cluster_of(ranks).run(count):
-        assert sent == predicted
-        if not sequence_parallel:  # four in each of two blocks; the table, the loss, the head
-            forward, backward = ["all_reduce"] * 5, ["all_reduce"] * 5
-            assert calls == [*forward, "all_gather", *backward]
-            stream = 3 * TOKENS * 8 * 8
-            assert sent == 10 * (2 * (ranks - 1) * stream // ranks) + (ranks - 1) * 3 * 3 * TOKENS * 8
+@on_ranks(1, 2, 3, sequence_parallel=[False, True])
+def test_a_pass_sends_what_the_formula_says(sequence_parallel: bool) -> None:
+    model = gpt(0)
+    parallelize(model, plan_for(model), sequence_parallel=sequence_parallel)
+    inputs, targets = tokens(torch.Generator().manual_seed(0), 3)
+    with comm.ledger() as ledger:
+        loss_of(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+    predicted = bytes_per_pass(model.config, 3, TOKENS, md.size(), sequence_parallel, 8)  # type: ignore[arg-type]
+    assert ledger.bytes_sent == predicted
+    if not sequence_parallel:  # four in each of two blocks; the table, the loss, the head
+        forward, backward = ["all_reduce"] * 5, ["all_reduce"] * 5
+        assert [call.name for call in ledger.calls] == [*forward, "all_gather", *backward]
+        stream, ranks = 3 * TOKENS * 8 * 8, md.size()
+        sums, gather = 10 * (2 * (ranks - 1) * stream // ranks), (ranks - 1) * 3 * 3 * TOKENS * 8
+        assert ledger.bytes_sent == sums + gather
 
 
 test_a_plan_that_does_not_fit_is_refused = refuses(
@@ -286,17 +280,14 @@ def test_sizes_that_cannot_be_shared_are_refused() -> None:
         parallelize(mlp(0, sizes=(6, 2, 4)), plan_for(mlp(0)))
 
 
-def test_a_computed_weight_is_cut(cluster_of: Clusters) -> None:
-    def results() -> list[Tensor]:
-        torch.manual_seed(0)
-        linear, x = nn.utils.weight_norm(nn.Linear(4, 6)), torch.ones(2, 4)
-        parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
-        layers = [(one, md.ColumnParallelLinear.from_linear(one, True)) for one in (linear, parametrized)]
-        return [y.detach() for one, layer in layers for y in (one(x), layer(x))]
-
-    for one, by_old, two, by_new in cluster_of(2).run(results):
-        torch.testing.assert_close(by_old, one)
-        torch.testing.assert_close(by_new, two)
+@on_ranks(2)
+def test_a_computed_weight_is_cut() -> None:
+    torch.manual_seed(0)
+    linear, x = nn.utils.weight_norm(nn.Linear(4, 6)), torch.ones(2, 4)
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
+    layers = [(one, md.ColumnParallelLinear.from_linear(one, True)) for one in (linear, parametrized)]
+    for one, layer in layers:
+        torch.testing.assert_close(layer(x), one(x))
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from minidist.model import MLP, accuracy
 from minidist.parallel.training.precision import LossScale, Precision
 from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -150,25 +151,21 @@ class Mixed(nn.Module):
         return (self.last(torch.relu(self.norm(self.first(x)))) * self.scale)[..., self.order]
 
 
-@pytest.mark.parametrize("precision", HALF)
-def test_statistics_stay_in_float32_and_integers_as_they_are(cluster_of: Clusters, precision: str) -> None:
+@on_ranks(2, precision=[*HALF])
+def test_statistics_stay_in_float32_and_integers_as_they_are(precision: str) -> None:
     inputs, targets = vectors()
-
-    def train() -> tuple[dict[str, torch.dtype], list[float]]:
-        model = Mixed(md.rank())
-        engine = md.prepare(
-            model, partial(torch.optim.AdamW, lr=0.1), md.Layout(dp=md.size(), precision=precision)
-        )
-        history = [engine.step(inputs[md.rank() :: 2], targets[md.rank() :: 2]) for _ in range(10)]
-        return {name: value.dtype for name, value in engine.full_state_dict().items()}, history
-
-    for dtypes, history in cluster_of(2).run(train):
-        assert history[-1] < history[0]
-        normal = {name: dtype for name, dtype in dtypes.items() if not name.startswith("norm.")}
-        assert normal.pop("order") == torch.int64
-        assert set(normal.values()) == {HALF[precision]}
-        assert dtypes["norm.num_batches_tracked"] == torch.int64
-        assert dtypes["norm.running_mean"] == dtypes["norm.weight"] == torch.float32
+    model = Mixed(md.rank())
+    engine = md.prepare(
+        model, partial(torch.optim.AdamW, lr=0.1), md.Layout(dp=md.size(), precision=precision)
+    )
+    history = [engine.step(inputs[md.rank() :: 2], targets[md.rank() :: 2]) for _ in range(10)]
+    dtypes = {name: value.dtype for name, value in engine.full_state_dict().items()}
+    assert history[-1] < history[0]
+    normal = {name: dtype for name, dtype in dtypes.items() if not name.startswith("norm.")}
+    assert normal.pop("order") == torch.int64
+    assert set(normal.values()) == {HALF[precision]}
+    assert dtypes["norm.num_batches_tracked"] == torch.int64
+    assert dtypes["norm.running_mean"] == dtypes["norm.weight"] == torch.float32
 
 
 def test_settings_take_the_scale_along() -> None:

@@ -294,21 +294,18 @@ def test_a_gradient_that_comes_twice_is_told() -> None:
         train()
 
 
-def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
-    def train(broadcast_buffers: bool) -> list[float]:
-        model = md.DataParallel(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
-        seen = []
-        for _ in range(2):
-            model(torch.full((2, 1), 10.0 * md.rank())).sum().backward()
-            model.synchronize()
-            seen.append(float(model.module.running_mean))
-        model.eval()
-        model(torch.zeros(2, 1))
-        return seen
-
-    apart, together = (cluster_of(2).run(train, choice) for choice in (False, True))
-    assert apart == [[0, 0], [pytest.approx(1.0), pytest.approx(1.9)]]
-    assert together == [[0, 0], [pytest.approx(1.0), pytest.approx(1.0)]], "it started from rank 0's again"
+@on_ranks(2, broadcast_buffers=[False, True])
+def test_buffers_follow_rank_0_on_request(broadcast_buffers: bool) -> None:
+    model = md.DataParallel(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
+    seen = []
+    for _ in range(2):
+        model(torch.full((2, 1), 10.0 * md.rank())).sum().backward()
+        model.synchronize()
+        seen.append(float(model.module.running_mean))
+    model.eval()
+    model(torch.zeros(2, 1))
+    last = 1.0 if broadcast_buffers else 1.9  # it started from rank 0's again
+    assert seen == ([pytest.approx(1.0), pytest.approx(last)] if md.rank() else [0, 0])
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -358,10 +355,10 @@ def test_any_parameters_used_on_any_ranks(
 test_wrong_arguments = refuses(
     lambda **given: md.DataParallel(**{"module": nn.Linear(1, 1), **given}),
     ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
-    ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
-    ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
-    ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
-    ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
+    ({"bucket_mb": -1}, "bucket_mb is -1; give megabytes"),
+    ({"bucket_mb": "25"}, "bucket_mb is '25'; give megabytes"),
+    ({"bucket_mb": float("inf")}, "bucket_mb is inf; give megabytes"),
+    ({"bucket_mb": float("nan")}, "bucket_mb is nan; give megabytes"),
 )
 
 

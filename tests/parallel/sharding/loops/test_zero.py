@@ -233,28 +233,20 @@ test_wrong_arguments = refuses(
     lambda **given: md.ZeroOptimizer(
         **{"params": [nn.Parameter(torch.zeros(3))], "optimizer_class": OPTIM.SGD, **given}
     ),
-    ({"stage": 3}, ValueError, "stage is 3; give 1 or 2, or use FullyShard"),
-    ({"stage": True}, ValueError, "stage is True"),
-    ({"params": []}, ValueError, "empty parameter list"),
+    ({"stage": 3}, "stage is 3; give 1 or 2, or use FullyShard"),
+    ({"stage": True}, "stage is True"),
+    ({"params": []}, "empty parameter list"),
     ({"params": torch.zeros(2)}, TypeError, "Tensor"),
     ({"params": [1.0]}, TypeError, "Tensors"),
-    ({"lr": -1.0}, ValueError, "Invalid learning rate"),
+    ({"lr": -1.0}, "Invalid learning rate"),
     ({"rate": 1.0}, TypeError, "rate"),
-    ({"bucket_mb": -1}, ValueError, "bucket_mb is -1"),
-    ({"params": [torch.zeros(2, 3).to_sparse()]}, ValueError, "one of layout torch.sparse_coo"),
+    ({"bucket_mb": -1}, "bucket_mb is -1"),
+    ({"params": [torch.zeros(2, 3).to_sparse()]}, "one of layout torch.sparse_coo"),
     ({"master": "float32"}, TypeError, "master is 'float32'; give a floating-point dtype"),
     ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class is 'AdamW'; give a class"),
     ({"optimizer_class": list}, TypeError, "optimizer_class made a list"),
-    (
-        {"optimizer_class": OPTIM.LBFGS},
-        ValueError,
-        "LBFGS, which cannot be shared by parts, since its steps",
-    ),
-    (
-        {"optimizer_class": OPTIM.SparseAdam},
-        ValueError,
-        "SparseAdam, which cannot .* gradients are sparse",
-    ),
+    ({"optimizer_class": OPTIM.LBFGS}, "LBFGS, which cannot be shared by parts, since its steps"),
+    ({"optimizer_class": OPTIM.SparseAdam}, "SparseAdam, which cannot .* gradients are sparse"),
 )
 
 
