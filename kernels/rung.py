@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -85,6 +85,7 @@ def require_numba() -> None:
 class Step:
     """What any step of a ladder says of itself."""
 
+    place: ClassVar[Literal["cpu", "cuda"]] = "cpu"  # the device of all steps of a class
     number: int  # in the ladder, from 1
     name: str  # of its file: "s1_python_loops"
     device: Literal["cpu", "cuda"]  # where the kernel runs
@@ -101,12 +102,10 @@ class Step:
 
     @classmethod
     def of_file(cls: type[StepT], module: str, **fields: Any) -> StepT:
-        """Return the rung of a ladder's file, called with `__name__`: it says number, name and device."""
+        """Return the rung of the file called `module`: it says number and name. A copy's number is 0."""
         found = re.search(r"s(\d+)_\w+$", module)
-        if found is None:
-            raise ValueError(f"module is {module!r}: call a rung's file s<number>_<name>.py")
-        device: Literal["cpu", "cuda"] = "cuda" if ".cuda." in module else "cpu"
-        return cls(number=int(found[1]), name=found[0], device=device, **fields)
+        number, name = (int(found[1]), found[0]) if found else (0, module.rpartition(".")[2])
+        return cls(number=number, name=name, device=cls.place, **fields)
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:

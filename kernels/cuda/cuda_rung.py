@@ -13,7 +13,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ Typed = Sequence[tuple[Array, str]]  # arrays, and what their elements are
 class CudaStep(Step):
     """A step of either CUDA ladder: its record. `device.backend()` says where its kernels run."""
 
+    place: ClassVar[Literal["cpu", "cuda"]] = "cuda"
     architecture: str = "sm_75"  # the oldest on which its kernels run; "sm_90a" is Hopper alone
 
     def __post_init__(self) -> None:

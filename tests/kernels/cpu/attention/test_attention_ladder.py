@@ -192,7 +192,7 @@ def test_a_planted_mistake_is_found(file, old, new, tmp_path):
     text = (Path(attention.__file__).parent.parent / f"{file}.py").read_text()
     path = tmp_path / "planted.py"
     path.write_text(changed(text, [f"~{old} => {new}"]))
-    spec = importlib.util.spec_from_file_location(f"{attention.__name__}.planted_{Path(file).name}", path)
+    spec = importlib.util.spec_from_file_location(f"{attention.__name__}.planted", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert fails(module.RUNG)
