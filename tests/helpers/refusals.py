@@ -17,17 +17,19 @@ def refuses(
     error: type[Exception] = ValueError,
     literal: bool = False,
 ) -> Callable[..., None]:
-    """A test, each of whose cases is (what is given, error, pattern of its text).
+    """A test, each of whose cases is (what is given, error, pattern of its text, or several patterns).
 
     Given are keywords in a dict, or one argument. error: of rows that name none. literal: texts are no
     patterns. An error of minidist has one line.
     """
 
-    @pytest.mark.parametrize("row", rows, ids=lambda row: row[-1])
+    @pytest.mark.parametrize("row", rows, ids=lambda row: str(row[-1]))
     def test(row: tuple[Any, ...]) -> None:
-        given, *own, text = row
-        with pytest.raises(own[0] if own else error, match=re.escape(text) if literal else text) as caught:
+        given, *own, says = row
+        with pytest.raises(own[0] if own else error) as caught:
             call(**given) if isinstance(given, dict) else call(given)
+        for text in [says] if isinstance(says, str) else says:
+            assert re.search(re.escape(text) if literal else text, str(caught.value)), caught.value
         assert isinstance(caught.value, AssertionError) or "\n" not in str(caught.value)
 
     return test

@@ -12,6 +12,7 @@ from checks.tensor_cores import lesson
 from checks.tile_units import OfThisCPU, Tiles
 from minidist.kernels.cpu.support import tile_registers
 from minidist.kernels.tpu.tiles import TileUnit
+from tests.helpers.refusals import refuses
 
 ADDS = {
     "add0": (0, 4, 6),
@@ -59,17 +60,17 @@ def test_without_amx_it_is_the_model_and_no_mode_has_a_rate(monkeypatch: pytest.
     assert type(tile_units.here()) is OfThisCPU
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "says"),
-    [
-        ("load", (0, np.zeros((16, 32), np.uint16), 0, 0), "load takes tiles 4 to 7, not 0"),
-        ("load", (4, np.zeros((16, 32), np.uint16), 1, 0), "needs rows to 17 and columns to 32"),
-        ("load", (4, np.zeros((32, 32), np.uint16).T, 0, 0), "np.ascontiguousarray"),
-        ("store", (0, np.zeros((16, 16), np.float32), 0, -16), "begins at"),
-    ],
-)
-def test_what_lies_outside_an_array_is_refused(method: str, arguments: Any, says: str) -> None:
+def tiles() -> Tiles:
     unit = Tiles()
     unit.configure(16)
-    with pytest.raises((ValueError, IndexError), match=says):
-        getattr(unit, method)(*arguments)
+    return unit
+
+
+HALVES, SUMS = np.zeros((16, 32), np.uint16), np.zeros((16, 16), np.float32)
+test_what_lies_outside_an_array_is_refused = refuses(
+    lambda call: call(),
+    (lambda: tiles().load(0, HALVES, 0, 0), "load takes tiles 4 to 7, not 0"),
+    (lambda: tiles().load(4, HALVES, 1, 0), IndexError, "needs rows to 17 and columns to 32"),
+    (lambda: tiles().load(4, np.zeros((32, 32), np.uint16).T, 0, 0), "np.ascontiguousarray"),
+    (lambda: tiles().store(0, SUMS, 0, -16), IndexError, "begins at"),
+)

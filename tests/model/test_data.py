@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minidist.model.data import Rows, dataset, digits, stdlib_bytes, windows
+from tests.helpers.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +54,12 @@ def test_a_limit_takes_the_first_rows_of_both_halves():
     assert len(digits(limit=10_000).test) == 360
 
 
-@pytest.mark.parametrize(
-    ("limit", "error", "message"),
-    [
-        (True, TypeError, r"limit is True \(bool\); give an integer, or None for all$"),
-        (2.5, TypeError, r"limit is 2\.5 \(float\); give an integer, or None for all$"),
-        (0, ValueError, "limit is 0; give at least 1, or None for all$"),
-    ],
+test_a_limit_is_a_whole_number = refuses(
+    lambda limit: digits(limit=limit),
+    (True, TypeError, r"^limit is True \(bool\); give an integer, or None for all$"),
+    (2.5, TypeError, r"^limit is 2\.5 \(float\); give an integer, or None for all$"),
+    (0, "^limit is 0; give at least 1, or None for all$"),
 )
-def test_a_limit_is_a_whole_number(limit, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        digits(limit=limit)
 
 
 def test_without_scikit_learn_the_remedy_is_named(monkeypatch):

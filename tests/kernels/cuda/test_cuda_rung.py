@@ -13,6 +13,7 @@ from minidist.kernels.cuda.runtime.kernel import Kernel
 from minidist.kernels.emulator import launch
 from minidist.kernels.measure import harness
 from tests.helpers.products import LAYOUTS, check_laid_out
+from tests.helpers.refusals import refuses
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
@@ -100,36 +101,29 @@ def test_tensors_in_main_memory_are_used_in_place():
 A, B = torch.ones(2, 3), torch.ones(3, 2)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "out", "kind", "words"),
-    [
-        (A, B.numpy(), None, TypeError, ["b is a ndarray", "torch.as_tensor(b)"]),
-        (A.numpy(), B, None, TypeError, ["a is a ndarray"]),
-        (A, A, None, ValueError, ["(2, 3)", "do not multiply"]),
-        (A, B.double(), None, TypeError, ["torch.float32", "torch.float64"]),
-        (A.long(), B, None, TypeError, ["a has dtype int64", "s1_multiply", "float32 or float64"]),
-        (A[0], B, None, ValueError, ["a has 1 dimension"]),
-        (A.to_sparse(), B, None, TypeError, ["to_dense"]),
-        (A, B.clone().requires_grad_(), None, TypeError, ["b requires a gradient", "minidist.model.matmul"]),
-        (A.to("meta"), B.to("meta"), None, ValueError, ["a is on meta", "s1_multiply runs on cuda"]),
-        (A, B.to("meta"), None, TypeError, ["a is on cpu and b is on meta"]),
-        (A, B, np.zeros((2, 2), "f4"), TypeError, ["out is a ndarray"]),
-        (A, B, torch.zeros(2, 3), ValueError, ["out has shape (2, 3)", "(2, 2)"]),
-        (A, B, torch.zeros(2, 2).double(), TypeError, ["out is torch.float64"]),
-        (A, B, torch.zeros(2, 2, device="meta"), TypeError, ["out is torch.strided on meta"]),
-        (A, B, torch.zeros(1, 2).expand(2, 2), ValueError, ["one element stands for several"]),
-        (A, B, torch.zeros(2, 2, requires_grad=True), TypeError, ["out requires a gradient"]),
-        (A, B, A[:, :2], ValueError, ["out shares memory with a"]),
-        (A.numpy(), B.numpy(), torch.zeros(2, 2), TypeError, ["out is a torch tensor"]),
-        (A.numpy().astype("f2"), B.numpy(), None, TypeError, ["a has dtype float16"]),
-    ],
+test_wrong_arguments_are_named_with_their_values = refuses(
+    lambda given: STEP.matmul(*given),
+    ((A, B.numpy(), None), TypeError, ["b is a ndarray", "torch.as_tensor(b)"]),
+    ((A.numpy(), B, None), TypeError, ["a is a ndarray"]),
+    ((A, A, None), ["(2, 3)", "do not multiply"]),
+    ((A, B.double(), None), TypeError, ["torch.float32", "torch.float64"]),
+    ((A.long(), B, None), TypeError, ["a has dtype int64", "s1_multiply", "float32 or float64"]),
+    ((A[0], B, None), ["a has 1 dimension"]),
+    ((A.to_sparse(), B, None), TypeError, ["to_dense"]),
+    ((A, B.clone().requires_grad_(), None), TypeError, ["b requires a gradient", "minidist.model.matmul"]),
+    ((A.to("meta"), B.to("meta"), None), ["a is on meta", "s1_multiply runs on cuda"]),
+    ((A, B.to("meta"), None), TypeError, ["a is on cpu and b is on meta"]),
+    ((A, B, np.zeros((2, 2), "f4")), TypeError, ["out is a ndarray"]),
+    ((A, B, torch.zeros(2, 3)), ["out has shape (2, 3)", "(2, 2)"]),
+    ((A, B, torch.zeros(2, 2).double()), TypeError, ["out is torch.float64"]),
+    ((A, B, torch.zeros(2, 2, device="meta")), TypeError, ["out is torch.strided on meta"]),
+    ((A, B, torch.zeros(1, 2).expand(2, 2)), ["one element stands for several"]),
+    ((A, B, torch.zeros(2, 2, requires_grad=True)), TypeError, ["out requires a gradient"]),
+    ((A, B, A[:, :2]), ["out shares memory with a"]),
+    ((A.numpy(), B.numpy(), torch.zeros(2, 2)), TypeError, ["out is a torch tensor"]),
+    ((A.numpy().astype("f2"), B.numpy(), None), TypeError, ["a has dtype float16"]),
+    literal=True,
 )
-def test_wrong_arguments_are_named_with_their_values(a, b, out, kind, words):
-    with pytest.raises(kind) as raised:
-        STEP.matmul(a, b, out=out)
-    for word in words:
-        assert word in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_rungs_say_what_they_are():
