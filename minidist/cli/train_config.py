@@ -163,7 +163,7 @@ def _check_mlp(layout: Layout, batch: int) -> None:
         if wrong:
             raise ValueError(
                 f"{axis} is {getattr(layout, axis)} in the layout, and the mlp has no {lacks}; leave it out, "
-                "or train a GPT"
+                f"or train a model with {lacks}"
             )
     if layout.pp * layout.chunks > MLP_LAYERS:
         raise ValueError(
