@@ -1,12 +1,13 @@
 """What every rung has from `Rung`: its checks, sizes of 0, `out`; and finding a rung by name."""
 
+import copy
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from minidist.kernels import CPU_LADDER, Rung, rung
+from minidist.kernels import ATTENTION_LADDER, CPU_LADDER, Rung, rung
 from minidist.kernels.rung import empty
 from tests.helpers.fresh_python import output_of
 from tests.helpers.refusals import refuses
@@ -117,13 +118,13 @@ def test_out_may_lie_between_the_inputs_but_not_on_them():
 def test_a_device_that_does_not_exist_is_refused_and_a_copy_of_a_rungs_file_has_no_number():
     with pytest.raises(ValueError, match=r"device is 'gpu'.*'cuda'"):
         Rung(1, "s1", "gpu", "", ("float32",), numpy_product)
-    copy = Rung.of_file("mine.naive", idea="", dtypes=("float32",), compute=numpy_product)
-    assert (copy.number, copy.name, copy.device) == (0, "naive", "cpu")
+    copied = Rung.of_file("mine.naive", idea="", dtypes=("float32",), compute=numpy_product)
+    assert (copied.number, copied.name, copied.device) == (0, "naive", "cpu")
 
 
-def test_a_rung_travels_to_other_processes():
-    for step in CPU_LADDER:
-        assert pickle.loads(pickle.dumps(step)) == step
+def test_a_rung_travels_to_other_processes_and_a_copied_models_rung_is_the_ladders():
+    for step in (*CPU_LADDER, *ATTENTION_LADDER):
+        assert pickle.loads(pickle.dumps(step)) == copy.deepcopy(step) == step
 
 
 @pytest.mark.parametrize("asked", ["s4_loop_order", "s4", "4", 4])

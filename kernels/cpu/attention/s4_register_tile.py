@@ -12,15 +12,20 @@ time on one core of a busy machine.
 
 from __future__ import annotations
 
-from functools import partial
-
 from ...attention_rung import AttentionRung
+from ...rung import Array
 from .support.parts import forward
+
+
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
+    forward(q, k, v, out, logs, heads, causal, skip=False, cores="one")
+
 
 RUNG = AttentionRung.of_file(
     __name__,
     idea="Both products in the matmul ladder's register tile, and vectors of powers for the softmax.",
     dtypes=("float32",),
-    compute=partial(forward, skip=False, cores="one"),
+    compute=compute,
     cores="one",
 )

@@ -8,15 +8,20 @@ which no core waits for another.
 
 from __future__ import annotations
 
-from functools import partial
-
 from ...attention_rung import AttentionRung
+from ...rung import Array
 from .support.parts import forward
+
+
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
+    forward(q, k, v, out, logs, heads, causal, skip=False, cores="all")
+
 
 RUNG = AttentionRung.of_file(
     __name__,
     idea="All cores take parts of the queries from a common counter.",
     dtypes=("float32",),
-    compute=partial(forward, skip=False, cores="all"),
+    compute=compute,
     cores="all",
 )

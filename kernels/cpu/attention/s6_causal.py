@@ -12,15 +12,20 @@ Source: Dao, FlashAttention-2, 2023, section 3.1, "Causal masking".
 
 from __future__ import annotations
 
-from functools import partial
-
 from ...attention_rung import AttentionRung
+from ...rung import Array
 from .support.parts import forward
+
+
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
+    forward(q, k, v, out, logs, heads, causal, skip=True, cores="all")
+
 
 RUNG = AttentionRung.of_file(
     __name__,
     idea="Blocks that the mask hides are skipped, and cores begin with the queries that see the most.",
     dtypes=("float32",),
-    compute=partial(forward, skip=True, cores="all"),
+    compute=compute,
     cores="all",
 )

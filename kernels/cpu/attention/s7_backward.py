@@ -13,16 +13,21 @@ Source: Dao, Fu, Ermon, Rudra and Re, FlashAttention, 2022, section 3.1, "Recomp
 
 from __future__ import annotations
 
-from functools import partial
-
 from ...attention_rung import AttentionRung
+from ...rung import Array
 from .support.parts import backward, forward
+
+
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
+    forward(q, k, v, out, logs, heads, causal, skip=True, cores="all")
+
 
 RUNG = AttentionRung.of_file(
     __name__,
     idea="Backward computes the weights again, block by block, so nothing of queries x keys is ever kept.",
     dtypes=("float32",),
-    compute=partial(forward, skip=True, cores="all"),
+    compute=compute,
     cores="all",
     gradients=backward,
 )

@@ -3,8 +3,8 @@
 A tile of bf16 numbers is 16 x 32. TDPBF16PS multiplies it by one of 32 x 16, whose rows hold pairs of rows of
 b, and adds to a 16 x 16 tile of float32: 16,384 operations in 16 cycles. A result can be added to again after
 52 cycles. So four tiles of out are under way, two by two: then a tile that is loaded is used twice, and four
-loads of 8 cycles each hide behind four products. Two tiles hold a, two hold b. A panel of b, 32 KiB, stays in
-the first cache while rows of a stream by from the second, so tiles of a are asked for ahead of their use.
+loads of 8 cycles each hide behind four products. Two tiles hold a, two hold b. A panel of b, 128 KiB, is
+larger than the first cache: `bf16_product.py` says in which order panels and rows of a come from the second.
 
 `kernels/tpu/tiles.py` models all of it in NumPy. The instructions here are functions in LLVM's language, of
 addresses and bytes.

@@ -115,10 +115,14 @@ class EMA:
         return dict(found.values())
 
     def _in_boxes_of(self, weights: dict[Box, Tensor]) -> dict[Box, Tensor]:
-        """The averages in the same boxes as `weights`: the first step of ZeRO 1 and 2 cuts parameters."""
-        if weights.keys() == self.averages.keys():
-            return self.averages
-        return {box: self._part(box) for box in weights}
+        """The averages in the same boxes and dtypes as `weights`.
+
+        The first step of ZeRO 1 and 2 cuts parameters, and thawed ones get master weights.
+        """
+        averages = self.averages
+        if weights.keys() != averages.keys():
+            averages = {box: self._part(box) for box in weights}
+        return {box: average.to(weights[box].dtype) for box, average in averages.items()}
 
     def _part(self, wanted: Box) -> Tensor:
         name, first, sizes = wanted

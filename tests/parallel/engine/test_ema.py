@@ -15,6 +15,7 @@ from minidist import comm
 from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import gpt, tokens
+from tests.helpers.on_ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 LAYOUTS = [md.Layout(dp=2, zero=zero) for zero in range(4)] + [md.Layout(tp=2)]
@@ -104,3 +105,24 @@ def test_mistakes_are_refused() -> None:
     ema = md.EMA(engine)
     with ema.applied(), pytest.raises(RuntimeError, match="has the averaged weights now; update after"):
         ema.update()
+
+
+@on_ranks(2, zero=[1, 2, 3])
+def test_a_layer_that_is_thawed_in_half_precision_is_averaged_as_its_master(zero: int) -> None:
+    model = gpt(0, layers=1).float()
+    frozen = {name for name, _ in model.named_parameters() if "mlp" in name}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    engine = md.prepare(model, SGD, md.Layout(dp=2, zero=zero, precision="bf16"), rehearse=False)
+    ema, average = md.EMA(engine, DECAY), engine.full_state_dict()
+    for number, batch in enumerate(CASE.global_batches()):
+        for name, parameter in engine.model.named_parameters():
+            parameter.requires_grad_(number > 0 or name not in frozen)
+        engine.step(contract.own_rows(engine, batch))
+        ema.update()
+        state = engine.full_state_dict()
+        average = {name: each.lerp(state[name].to(each.dtype), 1 - DECAY) for name, each in average.items()}
+    assert {each.dtype for each in ema.averages.values()} == {torch.float32}
+    with ema.applied():  # the state, and so what was averaged here, may be rounded to 8 bits
+        found = engine.full_state_dict()
+    torch.testing.assert_close(found, average, rtol=2**-6, atol=2**-10, check_dtype=False)
