@@ -250,6 +250,8 @@ class UnitRuntime:
 
     def gather_all(self) -> None:
         """Gather all parameters at once, outside passes; RuntimeError inside one."""
+        if self._open and not self.in_backward():  # the backward pass has raised
+            self.abandon()
         if self._pass is not None or self._open:
             raise RuntimeError("parameters can be summoned before or after a pass, and not inside it")
         for unit in self.units:
