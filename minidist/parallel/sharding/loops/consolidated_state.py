@@ -95,6 +95,8 @@ class ConsolidatedState:
         shared.slices.load_whole_states(
             {i: states[parameter] for i, parameter in enumerate(shared.parameters) if parameter in states}
         )
+        for parameter in states.keys() - {*shared.parameters}:  # frozen: whole until they are dealt
+            shared.slices.optimizer.state[parameter] = dict(states[parameter])
         self.forget()
 
 

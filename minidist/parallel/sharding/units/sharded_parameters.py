@@ -219,8 +219,10 @@ class ShardedParameters(Sharded):
         try:
             return self.runtime.root.module(*args, **kwargs)
         except BaseException:
-            with suppress(CollectiveError):  # if a peer is gone, the first error says so
-                self.runtime.abandon()
+            # A checkpoint stops its recomputation by an error, and then the backward pass goes on.
+            if not self.runtime.in_backward():
+                with suppress(CollectiveError):  # if a peer is gone, the first error says so
+                    self.runtime.abandon()
             raise
 
     @contextmanager

@@ -63,7 +63,7 @@ class UnitRuntime:
     def begin(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A unit is called. Returns other inputs for it, or None."""
         refuse_transforms("zero=3")
-        if self._backward is not None and self._in_backward():  # a checkpointed part is computed again
+        if self._backward is not None and self.in_backward():  # a checkpointed part is computed again
             self._again(self._backward, unit)
             return None
         if unit is self.root or self._pass is None or self._pass.has_failed(unit):
@@ -96,7 +96,7 @@ class UnitRuntime:
     def end(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """A unit has returned."""
         of = self._pass
-        if self._in_backward() or of is None:
+        if self.in_backward() or of is None:
             return
         unit.last = self._clock
         self._clock += 1
@@ -181,7 +181,8 @@ class UnitRuntime:
             self._run(of)
         unit.show()
 
-    def _in_backward(self) -> bool:
+    def in_backward(self) -> bool:
+        """Whether this runs inside the backward pass of one of its passes."""
         return self._backward is not None and torch._C._current_graph_task_id() != -1
 
     def after_backward(self, of: UnitPass, unit: Unit, call: int, _: Tensor | None = None) -> None:
@@ -249,6 +250,8 @@ class UnitRuntime:
 
     def gather_all(self) -> None:
         """Gather all parameters at once, outside passes; RuntimeError inside one."""
+        if self._open and not self.in_backward():  # the backward pass has raised
+            self.abandon()
         if self._pass is not None or self._open:
             raise RuntimeError("parameters can be summoned before or after a pass, and not inside it")
         for unit in self.units:

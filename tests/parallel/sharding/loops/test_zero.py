@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -150,6 +152,28 @@ def test_states_go_to_and_from_a_plain_optimizer(cluster_of: Clusters, optimizer
     _, saved, _ = cluster_of(3).run(save)
     for ranks in (1, 2):
         cluster_of(ranks).run(go_on, saved)
+
+
+@on_ranks(2, stage=[1, 2])
+def test_a_parameter_that_is_frozen_when_its_state_comes_keeps_it(stage: int) -> None:
+    make = partial(OPTIM.Adam, lr=0.1)
+    _, _, peer_model, peer = pair(make, stage)
+    peer_model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    peer.step()
+    model = copy.deepcopy(peer_model)
+    model[0].requires_grad_(False)
+    zero = md.ZeroOptimizer(model.parameters(), make, stage)
+    zero.load_state_dict(copy.deepcopy(peer.state_dict()))
+    zero.consolidate_state_dict()
+    if md.rank() == 0:
+        same_state(zero.state_dict(), peer.state_dict())
+    for frozen in (True, False):
+        model[0].requires_grad_(not frozen)
+        peer_model[0].requires_grad_(not frozen)
+        train_both(model, zero, peer_model, peer, 2)
+    zero.consolidate_state_dict()
+    if md.rank() == 0:
+        same_state(zero.state_dict(), peer.state_dict())
 
 
 def test_a_loaded_state_does_not_settle_the_order_of_gradients() -> None:

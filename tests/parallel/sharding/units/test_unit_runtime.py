@@ -177,6 +177,27 @@ def test_units_in_passes_of_any_kind(cluster_of: Clusters, name: str) -> None:
         contract.check(cluster_of, case, layout, fully_shard={"prefetch": prefetch})
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("build", [partial(Repeating, 2), Recomputing])
+def test_the_whole_model_is_computed_again(
+    cluster_of: Clusters, build: Callable[[], nn.Module], use_reentrant: bool
+) -> None:
+    """A checkpoint stops its recomputation with an error of its own, at the last tensor that it misses."""
+
+    def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
+        losses = []
+        for _ in range(3):
+            x = torch.ones(6, 6, dtype=torch.float64, requires_grad=True)
+            loss = checkpoint(model, x, use_reentrant=use_reentrant).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    check_loop(cluster_of(2), seeded(build), loop)
+
+
 def test_a_rank_that_calls_a_unit_again_alone_hears_of_it() -> None:
     def call() -> None:
         md.FullyShard(Repeating(1 + md.rank()), SGD)(torch.ones(1, 6))
