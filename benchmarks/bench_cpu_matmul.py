@@ -27,8 +27,8 @@ from minidist.kernels.measure import harness, roofline
 from minidist.kernels.rung import Array, empty
 
 # The largest size of a quick run and of a full one: cubes, so eight times the work at each step.
-LARGEST = {1: (64, 128), 2: (256, 512), 6: (2048, 4096)}
-LARGEST_COMPILED = (512, 1024)
+LARGEST = {1: (64, 128), 2: (256, 512)}
+LARGEST_COMPILED, LARGEST_LAST = (512, 1024), (2048, 4096)
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # Rung 8 makes float32 of bf16 numbers: it has benchmarks of its own.
 LADDER = tuple(step for step in CPU_LADDER if "bfloat16" not in step.dtypes)
@@ -40,8 +40,8 @@ UNIT_GOALS = {
     ("bf16x3", "numpy"): {AMX: 1 / 3},
     ("bf16x6", "numpy"): {AMX: 1 / 1.3},
 }
-TABLE = LADDER[-2:]  # the last rung on one core, and on all
 ONE_CORE = tuple(step for step in LADDER if step.cores == "one")
+LAST, LAST_ALL_CORES = ONE_CORE[-1], [step for step in LADDER if step.cores == "all"][-1]
 # Sizes at which a rung can be compared with the one before it: rung 1 takes half a minute at 512.
 PAIRS = [(128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(LADDER)]
 # m, n, k, and whether a quick run has them.
@@ -64,7 +64,7 @@ def cases() -> list[ParameterSet]:
     return [
         case(step, size, name=f"{step.name}-{size}", quick=size <= quick)
         for step in ONE_CORE
-        for quick, full in [LARGEST.get(step.number, LARGEST_COMPILED)]
+        for quick, full in [LARGEST_LAST if step is LAST else LARGEST.get(step.number, LARGEST_COMPILED)]
         for size in SIZES
         if size <= full
     ]
@@ -75,7 +75,7 @@ def cases() -> list[ParameterSet]:
 def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
     """Square products of `size`, GFLOP/s and the share of BLAS's speed."""
     goal = {64: "small", 1024: "float32", 2048: "float32", 4096: "float32"}.get(size)
-    _beside_blas(benchmark, step, (size,) * 3, "float32", full, goal if step.number == 6 else None)
+    _beside_blas(benchmark, step, (size,) * 3, "float32", full, goal if step is LAST else None)
     benchmark.extra_info |= {
         "label": f"{step.name}, {size}",
         "series": f"{step.number} {step.name.partition('_')[2].replace('_', ' ')}",
@@ -90,8 +90,8 @@ def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
 def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
     """The last rung on one core, in double precision."""
     goal = "float64" if size >= 1024 else None
-    _beside_blas(benchmark, ONE_CORE[-1], (size,) * 3, "float64", full, goal)
-    benchmark.extra_info |= {"label": f"{ONE_CORE[-1].name}, {size}"}
+    _beside_blas(benchmark, LAST, (size,) * 3, "float64", full, goal)
+    benchmark.extra_info |= {"label": f"{LAST.name}, {size}"}
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
 def test_all_cores(benchmark: Benchmark, full: bool, dtype: str, size: int) -> None:
     """The last rung on all cores, in turns with BLAS on as many threads."""
     goal = "float32" if size >= 1024 and dtype == "float32" else None
-    _beside_blas(benchmark, LADDER[-1], (size,) * 3, dtype, full, goal)
-    benchmark.extra_info |= {"label": f"{LADDER[-1].name}, {size}, {dtype}"}
+    _beside_blas(benchmark, LAST_ALL_CORES, (size,) * 3, dtype, full, goal)
+    benchmark.extra_info |= {"label": f"{LAST_ALL_CORES.name}, {size}, {dtype}"}
 
 
-@pytest.mark.parametrize("step", TABLE, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", [LAST, LAST_ALL_CORES], ids=lambda step: step.name)
 @pytest.mark.parametrize(
     "shape", [case(shape, name="x".join(map(str, shape)), quick=q) for shape, q in TALL_AND_FLAT.items()]
 )
@@ -156,7 +156,7 @@ def test_matrix_unit(
     if not matrix_unit():
         pytest.skip(NONE)
     alone = cores == "one"
-    before = ONE_CORE[-1] if alone else LADDER[-1]
+    before = LAST if alone else LAST_ALL_CORES
     a, b = harness.inputs(size, size, size, np.float32, seed=size)
     x, y = (torch.from_numpy(each).bfloat16() for each in (a, b))
     out, theirs = (empty(size, size, np.float32) for _ in range(2))

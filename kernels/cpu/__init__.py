@@ -1,4 +1,4 @@
-"""The CPU ladder: eight ways to multiply two matrices, each with one idea more than the one before.
+"""The CPU ladder: ways to multiply two matrices, each with one idea more than the one before.
 
 A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file, and
 its line here.
@@ -27,6 +27,6 @@ if TYPE_CHECKING:
     from ..rung import Rung
 
     CPU_LADDER: tuple[Rung, ...]
-    """The eight rungs on a CPU: from three Python loops to the matrix unit."""
+    """The rungs on a CPU, in order: from three Python loops to the matrix unit."""
 
 RUNGS, load, __getattr__ = ladder(__name__, "CPU_LADDER")

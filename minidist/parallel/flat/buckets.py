@@ -263,7 +263,7 @@ class Bucket(BucketLayout):
         """Let go of the whole gradients: what other ranks own of them is with their owners now.
 
         With ZeRO 2 and 3 the bucket's memory is lent, and goes to the next bucket. Where whole gradients stay
-        (`hold`), this does nothing.
+        (`hold`), this does nothing. `ParameterSet.place` let go of the gradients that autograd made.
         """
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False
