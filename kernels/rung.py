@@ -135,7 +135,8 @@ class Rung(Step):
 
         Raises TypeError for an argument that is not a NumPy array, and for a dtype that this rung does not
         take or that differs between the arguments; ValueError for shapes that do not multiply, and for an
-        `out` that has another shape, is read-only, or shares memory with a or b.
+        `out` that has another shape, is read-only, shares memory with a or b, or is the same memory more than
+        once, as an expanded tensor is.
         """
         x, y = self._matrix("a", a), self._matrix("b", b)
         if x.dtype != y.dtype:
@@ -191,6 +192,8 @@ class Rung(Step):
             raise TypeError(f"out is {out.dtype}, and a and b are {a.dtype}: pass an out of that dtype")
         if not (out.flags.writeable and out.flags.aligned):
             raise ValueError("out is read-only or not aligned in memory: pass an array that can be written")
+        if out.size and any(step == 0 and n > 1 for step, n in zip(out.strides, shape, strict=True)):
+            raise ValueError("out has rows or columns that are the same memory: pass an array of its own")
         for name, x in (("a", a), ("b", b)):
             if np.may_share_memory(out, x) and np.shares_memory(out, x):
                 raise shared_memory(name)

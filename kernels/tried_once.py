@@ -62,7 +62,7 @@ def remembered(name: str, builds: tuple[str, ...], find: Callable[[], Any]) -> A
         import fcntl
 
         file.parent.mkdir(parents=True, exist_ok=True)
-        opened = file.open("a+")
+        opened = file.open("a+b", buffering=0)
     except (ImportError, OSError):
         return find()
     with opened:
@@ -73,8 +73,9 @@ def remembered(name: str, builds: tuple[str, ...], find: Callable[[], Any]) -> A
             return json.loads(opened.read())
         found = find()
         if found is not None:
-            opened.truncate(0)
-            opened.write(json.dumps(found))
+            with contextlib.suppress(OSError):  # the disk is full: it is found anew next time
+                opened.truncate(0)
+                opened.write(json.dumps(found).encode())
         return found
 
 

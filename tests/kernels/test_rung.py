@@ -96,6 +96,7 @@ test_wrong_arguments_are_named_with_their_values = refuses(
     ((ONES, ONES.T, np.zeros((2, 2), "f4")), TypeError, ["out is float32", "float64"]),
     ((ONES, ONES.T, read_only()), ["read-only"]),
     ((ONES, ONES.T, unaligned()), ["not aligned"]),
+    ((ONES, ONES.T, torch.zeros(1, 2).double().expand(2, 2).numpy()), ["same memory"]),
     ((ONES, ONES.T, [[0.0, 0.0], [0.0, 0.0]]), TypeError, ["out is a list"]),
     ((ONES, ONES.T, torch.zeros(2, 2)), TypeError, ["out is a torch tensor"]),
     literal=True,

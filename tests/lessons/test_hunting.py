@@ -183,8 +183,14 @@ def test_another_case_is_one_of_the_rest_and_the_same_for_a_number() -> None:
     assert not {case.name for case in drawn} & {case.name for case in CASES.values()}
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("name", [*collection()])
+# Each takes ten seconds: a third with the deep tests, the others with the planted mistakes.
+PAGES = [
+    pytest.param(name, marks=pytest.mark.faults if i % 3 else pytest.mark.deep)
+    for i, name in enumerate(collection())
+]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_every_page_is_refused_as_it_is_and_right_without_its_mistake(name: str) -> None:
     mistake = collection()[name]
     draw = np.random.default_rng()

@@ -1,6 +1,7 @@
 """Findings are computed: a number is its result's, what is open is called open, what is missing left out."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,20 @@ import pytest
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.report import decided_comparisons, findings
 from tests.helpers import measured
+from tests.helpers.clocks import HANG
 
 EVERYTHING = measured.everything()
-COMMITTED = [results.load(path) for path in Path("benchmarks/results").glob("*.json")]
-NO_CLASSES = {"NumPy", "ZeRO", "PowerSGD", "KiB", "MiB"}
+# `make bench` writes what it measures to these files: tests judge only what was committed.
+CHANGED = subprocess.run(
+    ["git", "ls-files", "--modified", "--others", "benchmarks/results"],
+    capture_output=True,
+    text=True,
+    timeout=HANG,
+).stdout.split()
+COMMITTED = [
+    results.load(path) for path in Path("benchmarks/results").glob("*.json") if str(path) not in CHANGED
+]
+NO_CLASSES = {"NumPy", "ZeRO", "PowerSGD", "DualPipeV", "KiB", "MiB"}
 
 
 def found(*entries, **machine):

@@ -1,5 +1,6 @@
 """Rung 8: its modes, its edges, what it refuses; and the loop over AMX's tiles on a model of them."""
 
+import resource
 from types import FunctionType
 
 import numpy as np
@@ -14,6 +15,7 @@ from minidist.kernels.cpu.support.tile_registers import configuration
 from minidist.kernels.measure import harness
 from minidist.kernels.rung import empty
 from minidist.kernels.tpu.tiles import TileUnit
+from minidist.kernels.tried_once import remembered
 from minidist.model.matmul import Linear
 from tests.helpers.fresh_python import output_of
 from tests.helpers.products import LAYOUTS, every_layout, laid_out, skip_unless_it_runs
@@ -226,6 +228,19 @@ def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, grante
     for _ in range(2):
         assert bf16_instructions.matrix_unit.__wrapped__() == found
     assert (tmp_path / "tried").read_text() == "xx"
+
+
+def test_an_answer_is_found_anew_where_it_cannot_be_kept(monkeypatch, tmp_path):
+    """As on a full disk: here a file may have no bytes."""
+    monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        found = remembered("question", (), lambda: "yes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found == "yes"
+    assert remembered("question", (), lambda: "kept") == "kept" == remembered("question", (), lambda: "new")
 
 
 # Rung 8 as it is with AMX, but for the tile instructions.
