@@ -49,7 +49,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --durations 25
 
 # More cases of what `make test` samples, and the lessons from top to bottom. Two more sets have commands of their
-# own: planted mistakes and killed ranks, for half an hour (pytest -m faults), and a browser (make lessons-check).
+# own: planted mistakes and killed ranks, for an hour (pytest -m faults), and a browser (make lessons-check).
 test-more: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal -m "deep or (lessons and not faults)" --durations 25
 
