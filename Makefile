@@ -15,7 +15,7 @@ help:
 	@echo "make setup    make .venv and install minidist with all its extras"
 	@echo "make bench    measure this machine (about four minutes), then write the report"
 	@echo "make test     run the tests (six to nine minutes on two cores)"
-	@echo "make test-more      run the lessons, and more layouts, kernels and killed processes (six minutes)"
+	@echo "make test-more      run the lessons, and more layouts, kernels and killed processes (ten to sixteen minutes)"
 	@echo "make test-versions  run the tests on every Python that is here, with old and new libraries (an hour)"
 	@echo "make lint     check lint, format, types and import layers (which package may import which)"
 	@echo "make format   format the code"
