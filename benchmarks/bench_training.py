@@ -57,7 +57,7 @@ PROGRAMS: dict[int | str, tuple[Work, dict[Any, Pair], tuple[int, int]]] = {
     "byte-tiny": (Work("byte-tiny", rows=16, tied=True), SIZES, (15, 60)),
     "byte-small": (Work("byte-small", rows=16, tied=True), SIZES, (20, 20)),
 }
-"""What runs in turns: the work, the programs, the rounds of a quick run and of a full one.
+"""The programs that run in turns: their work, themselves, the rounds of a quick run and of a full one.
 
 By a model; or, for the forms of data parallelism, by the rows a rank.
 """

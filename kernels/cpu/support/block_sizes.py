@@ -87,7 +87,7 @@ def cut(m: int, n: int, k: int, size: Blocks, threads: int, packed: bool) -> tup
 
 
 class KeptByThread(threading.local):
-    """What each thread keeps for itself, found by a key."""
+    """Each thread keeps its own objects here, by a key."""
 
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}

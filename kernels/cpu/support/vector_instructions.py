@@ -63,9 +63,9 @@ def call(builder: Any, name: str, result: Any, arguments: Sequence[Value]) -> Va
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), arguments)
 
 
-def prefetch(builder: Any, address: Value, to_write: bool) -> None:
-    """Request a cache line for the first cache before it is needed, without waiting; no address is wrong."""
-    flags = [ir.Constant(INT32, flag) for flag in (int(to_write), 3, 1)]
+def prefetch_to_write(builder: Any, address: Value) -> None:
+    """Request a cache line for the first cache before it is written, without waiting; no address is wrong."""
+    flags = [ir.Constant(INT32, flag) for flag in (1, 3, 1)]
     call(builder, "prefetch.p0", VOID, [address, *flags])
 
 

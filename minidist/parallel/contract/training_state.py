@@ -67,7 +67,7 @@ def load_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def by_name_and_key(named: Iterable[tuple[str, T]]) -> dict[str, dict[str, T]]:
-    """What is given for "optimizer.NAME.KEY", such as a tensor or its kind, by parameter and key."""
+    """Sort what is given for "optimizer.NAME.KEY", such as a tensor or its kind, by parameter and key."""
     found: dict[str, dict[str, T]] = {}
     for full, given in named:
         kind, _, rest = full.partition(".")

@@ -73,9 +73,8 @@ class Reducer:
         self._next = 0  # the bucket to be sent next
         self._set_of = {index: param_set for param_set in self.sets for index in param_set.indices}
         self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
-        self._rows = bytearray(
-            len(self.parameters)
-        )  # gradients came 1: of rows that count; 2: of padding; 3: of both
+        # Gradients came 1: of rows that count; 2: of padding; 3: of both.
+        self._rows = bytearray(len(self.parameters))
         self._number_of: dict[int, int] = {}  # of each parameter's bucket; -1 for none
         self._expected: list[int] = []  # for each bucket, and last for none, its gradients in a round
         self._lacking: list[int] = []  # those that it still lacks
