@@ -22,17 +22,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numpy.typing import DTypeLike
 
-from .vector_instructions import (
-    BYTES,
-    INT64,
-    VOID,
-    Emitter,
-    Value,
-    Vectors,
-    emitted,
-    lanes,
-    prefetch_to_write,
-)
+from .vector_instructions import BYTES, INT64, VOID, Emitter, Value, Vectors, emitted, lanes, prefetch
 from .vector_unit import vector_unit
 
 VECTORS = 2  # in a row of the tile
@@ -142,7 +132,7 @@ def _tile(module: Any, element: Any, rows: int, width: int) -> Any:
         late = builder.select(builder.icmp_signed(">", early, zero), early, zero)
         add_products(zero, late)
         for at in grid:
-            prefetch_to_write(builder, builder.bitcast(place(*at), BYTES))
+            prefetch(builder, builder.bitcast(place(*at), BYTES))
     add_products(late, depth)
     with builder.if_else(builder.icmp_signed("!=", add, ir.Constant(INT64, 0))) as (adding, setting):
         with adding:

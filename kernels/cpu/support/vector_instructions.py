@@ -63,7 +63,7 @@ def call(builder: Any, name: str, result: Any, arguments: Sequence[Value]) -> Va
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), arguments)
 
 
-def prefetch_to_write(builder: Any, address: Value) -> None:
+def prefetch(builder: Any, address: Value) -> None:
     """Request a cache line for the first cache before it is written, without waiting; no address is wrong."""
     flags = [ir.Constant(INT32, flag) for flag in (1, 3, 1)]
     call(builder, "prefetch.p0", VOID, [address, *flags])
