@@ -55,7 +55,7 @@ def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) ->
 def common_part(
     offsets: Sequence[int], sizes: Sequence[int], of_other: Sequence[int], sizes_of_other: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]] | None:
-    """The common part of two boxes of a tensor: where it begins in each, and its sizes; None if there is none."""
+    """The common part of two boxes of a tensor: where it begins in each, and its sizes; None for none."""
     first = [*map(max, offsets, of_other)]
     ends = (min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, of_other, sizes_of_other, strict=True))
     common = [end - start for start, end in zip(first, ends, strict=True)]
