@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from checks.pictures import evidence
-from checks.support.answers import LIMIT, Limit, in_time
+from checks.support.answers import Limit, in_time
 from checks.support.verdicts import Right, Score, WrongAnswer, wrong
 from minidist.parallel.debugging.detectors import EXACT, SHORT, Run, Subject, ask
 from minidist.plain.mistakes import Mistake, collection
@@ -48,6 +48,8 @@ COUNTS: dict[str, tuple[Callable[[Run], list[int]], float, str]] = {
     "memory": (lambda run: run.held, 1.02, "hold {:,} bytes, after a step and at most in it"),
 }
 """Of each rank, and how much more than the right page a mend may take, as with two messages for one."""
+LIMIT = 120.0
+"""Seconds for the trainings on two ranks, or on four. Idle they take two to eight, on a busy laptop 20."""
 Mend = dict[Any, str]
 
 

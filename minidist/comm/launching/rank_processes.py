@@ -99,7 +99,8 @@ class Supervisor:
         """Close the socket; the supervisor then kills its ranks and ends."""
         self._control.close()
         if self.owner == os.getpid():
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            # Ctrl-C while the program ends: do not wait, and show no traceback of this place.
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self._process.wait(10.0)
             self.abandon()
 

@@ -617,6 +617,29 @@ def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: sig
             assert "KeyboardInterrupt" in caller.stderr.read()
 
 
+@pytest.mark.deep
+def test_ctrl_c_while_a_finished_program_ends_shows_no_traceback(tmp_path: Path) -> None:
+    """Planted: Ctrl-C as the program waits for its supervisor, with nothing left to do."""
+    text = """
+        import os, signal, subprocess
+        import minidist as md
+
+        md.launch(os.getpid, ranks=1)
+        wait = subprocess.Popen.wait
+
+        def interrupted(process, timeout=None):
+            subprocess.Popen.wait = wait
+            os.kill(os.getpid(), signal.SIGINT)
+            return wait(process, timeout)
+
+        subprocess.Popen.wait = interrupted
+        print("done", flush=True)
+    """
+    with program(tmp_path, text) as caller:
+        out, err = caller.communicate(timeout=HANG)
+    assert (caller.returncode, out, err) == (0, "done\n", "")
+
+
 def test_a_forked_child_of_the_caller_does_not_keep_ranks(tmp_path: Path) -> None:
     """The child holds a copy of the caller's end of the control socket, so the socket does not end."""
     text = """
