@@ -89,11 +89,6 @@ def check(rung: Mistake, detectors: list[str]) -> None:
     assert {name for name, one in found.items() if one.sentence} == expected & {*detectors}, found
 
 
-@pytest.mark.parametrize("rung", ["data_parallel", "tensor_parallel", "recipe"])
-def test_nothing_is_found_in_what_is_right(rung: str) -> None:
-    check(Mistake(rung), CHEAP)
-
-
 SAMPLE = [
     "one-rank-logs",
     "gathered-twice",
@@ -101,11 +96,40 @@ SAMPLE = [
     "hidden-blocks-computed",
     "low-weights-saved",
 ]
+FIRST = [Mistake(rung) for rung in ("data_parallel", "tensor_parallel", "recipe")]
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(
+    "rung", [pytest.param(each, marks=[] if each in FIRST else pytest.mark.deep) for each in RIGHT], ids=named
+)
+def test_nothing_is_found_in_what_is_right(rung: Mistake) -> None:
+    check(rung, CHEAP)
+
+
+# Each takes some seconds: five always, a third with the deep tests, the others with the planted mistakes.
+NAMES = [
+    pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.faults if i % 3 else pytest.mark.deep)
+    for i, name in enumerate(KNOWN)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_detectors_find_what_the_page_says(name: str) -> None:
     check(KNOWN[name], CHEAP)
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        pytest.param(
+            each, marks=pytest.mark.deep if each in FIRST or each.name in SAMPLE else pytest.mark.faults
+        )
+        for each in (*RIGHT, *KNOWN.values())
+    ],
+    ids=lambda each: each.name or named(each),
+)
+def test_the_loss_shows_what_the_page_says(rung: Mistake) -> None:
+    check(rung, ["loss"])
 
 
 @pytest.mark.parametrize(
@@ -127,24 +151,6 @@ def test_the_bytes_of_a_formula_need_no_right_training(detector: str, name: str)
         it = subject(replace(KNOWN[name], diff=diff))._replace(right=None)
         assert says in (found := DETECTORS[detector](it))
         assert bool(found) == bool(says)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("rung", RIGHT, ids=named)
-def test_no_detector_finds_anything_in_what_is_right(rung: Mistake) -> None:
-    check(rung, [*DETECTORS])
-
-
-# Each takes some seconds: a third with the deep tests, the others with the planted mistakes.
-NAMES = [
-    pytest.param(name, marks=pytest.mark.faults if i % 3 else pytest.mark.deep)
-    for i, name in enumerate(KNOWN)
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_all_detectors_find_what_the_page_says(name: str) -> None:
-    check(KNOWN[name], [*DETECTORS])
 
 
 def test_the_page_is_what_its_script_writes() -> None:
