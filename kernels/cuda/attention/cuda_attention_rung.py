@@ -19,9 +19,10 @@ import numpy as np
 
 from ...attention_rung import AttentionRung, as_rows, logs_dtype
 from ...rung import Array, dtype_name
+from ...torch_tensors import as_array
 from ..cuda_rung import CudaStep
-from ..runtime import torch_tensors
-from ..runtime.matrix import Matrix
+from ..runtime.gpu_driver import on_device
+from ..runtime.matrix import Matrix, device_matrix
 from ..tiling.packing import scratch
 
 
@@ -76,12 +77,12 @@ class CudaAttentionRung(CudaStep, AttentionRung):
         else:
             every = tuple(x.contiguous().reshape(-1, x.shape[-1]) for x in every)
             if every[0].is_cuda and self._on_gpu():
-                with torch_tensors.on_device(torch, every[0].device.index):
-                    function(*map(torch_tensors.device_matrix, every), heads, int(causal))
+                with on_device(torch, every[0].device.index):
+                    function(*map(device_matrix, every), heads, int(causal))
                 return
             if every[0].device.type != "cpu":
                 raise ValueError(f"q is on {every[0].device}, where rung {self.name} can't run: pass q.cpu()")
-            arrays = [torch_tensors.as_array(torch, x) for x in every]
+            arrays = [as_array(torch, x) for x in every]
         pairs = list(zip(arrays, names, strict=True))
         self._run_on_arrays(function, pairs[:count], pairs[count:], heads, int(causal))
 
