@@ -65,7 +65,7 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
             return seen
         how, packs, down, across, _ = board.cut(at, space)
         parts, size = how % 4, 2 if how >= 4 else 4
-        a, b = bf16_product.where(at, 0, size), bf16_product.where(at, 1, size)
+        a, b = (*board.where(at, 0), size), (*board.where(at, 1), size)
         out, packed_b = board.array(at, 2, space), board.number(at, board.SHARED)
         rounded = board.number(at, ROUNDED), board.number(at, ROUNDED + 1), board.number(at, ROUNDED + 2)
         bf16_product.pack_together(b, packed_b, at, packs, parts, board.address(space))
