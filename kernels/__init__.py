@@ -13,6 +13,7 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | File or folder | Holds |
 |---|---|
 | rung.py, attention_rung.py | what a rung is, and the checks that all rungs share |
+| torch_tensors.py | torch tensors as operands of the rungs that take them |
 | tried_once.py | what this CPU can do, found by trying in a child process; starts processes, writes files |
 | cache_folder.py | the user's folder for measured peaks and compiled kernels; writes files there |
 | cpu/ | the CPU ladder, s1 to s8; in attention/ that of attention, s1 to s7 |

@@ -10,6 +10,7 @@ over m, n and k.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -109,8 +110,18 @@ class Step:
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """`dtypes` as NumPy objects. Names do not suffice: a byte-swapped float64 is named "float64" too."""
-        return tuple(np.dtype(name) for name in self.dtypes)
+        """`dtypes` as NumPy objects; bfloat16 only if ml_dtypes, which defines it, is installed.
+
+        Names do not suffice: a byte-swapped float64 is named "float64" too.
+        """
+        if "bfloat16" in self.dtypes:
+            with contextlib.suppress(ImportError):
+                import ml_dtypes  # noqa: F401
+        found = []
+        for name in self.dtypes:
+            with contextlib.suppress(TypeError):
+                found.append(np.dtype(name))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -133,24 +144,29 @@ class Rung(Step):
         negative steps. NaN and infinity follow IEEE 754, without warnings. The result is `out` if given, else
         a new array in C order.
 
-        Raises TypeError for an argument that is not a NumPy array, and for a dtype that this rung does not
-        take or that differs between the arguments; ValueError for shapes that do not multiply, and for an
-        `out` that has another shape, is read-only, shares memory with a or b, or is the same memory more than
-        once, as an expanded tensor is.
+        Raises TypeError for an argument that is not a NumPy array, for an array beside a tensor, and for a
+        dtype that this rung does not take or that differs between the arguments; ValueError for shapes that
+        do not multiply, and for an `out` that has another shape, is read-only, shares memory with a or b, or
+        is the same memory more than once, as an expanded tensor is.
         """
+        if type(a) is not type(b):
+            check_kinds(a, b)
+        given: Any = a, b
         x, y = self._matrix("a", a), self._matrix("b", b)
         if x.dtype != y.dtype:
             raise TypeError(
-                f"a is {x.dtype} and b is {y.dtype}: convert one with .astype(), so that both are the same"
+                f"a is {given[0].dtype} and b is {given[1].dtype}: convert one with .astype(), so that both "
+                "are the same"
             )
         (rows, k), (depth, columns) = x.shape, y.shape
         if k != depth:
             check_sizes(x.shape, y.shape)
         c: Any = out
         if c is None:
-            c = empty(rows, columns, x.dtype) if self.aligned else np.empty((rows, columns), x.dtype)
+            dtype = given[0].dtype
+            c = empty(rows, columns, dtype) if self.aligned else np.empty((rows, columns), dtype)
         else:
-            self._check_out(x, y, c)
+            self._check_out(given[0], given[1], c)
         if k == 0:
             c[...] = 0  # an empty sum
         elif rows and columns:
@@ -207,6 +223,24 @@ class Rung(Step):
 def dtype_name(dtype: Any) -> str:
     """Return the name of NumPy's or torch's dtype, such as "float32"; ">f4" for a byte-swapped one."""
     return str(dtype).removeprefix("torch.")
+
+
+def torch_of(*operands: object) -> Any:
+    """Return torch if one of these is a tensor, else None: a caller with a tensor has imported it."""
+    torch: Any = sys.modules.get("torch")
+    return torch if torch is not None and any(isinstance(x, torch.Tensor) for x in operands) else None
+
+
+def check_kinds(a: object, b: object) -> None:
+    """Raise TypeError if one operand is a torch tensor and the other is not."""
+    torch = torch_of(a, b)
+    if torch is not None and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        tensor, other, x = ("a", "b", b) if isinstance(a, torch.Tensor) else ("b", "a", a)
+        raise TypeError(
+            f"{other} is a {type(x).__name__} and {tensor} is a torch tensor: pass arrays alone, with "
+            f"tensor.numpy(), or tensors alone, with torch.as_tensor({other}); minidist.model.matmul.matmul "
+            "takes tensors for every rung"
+        )
 
 
 def check_matrix(name: str, x: Any) -> None:

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..rung import Array, OperandT, Rung
+from .. import torch_tensors
+from ..rung import Array, OperandT, Rung, torch_of
 from .support import one_thread, thread_pool
 from .support.bf16_instructions import matrix_unit, require_matrix_unit
 from .support.bf16_posting import ROUNDED, address_of, cut, own_memory, post, strip_width
@@ -65,7 +65,7 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
             return seen
         how, packs, down, across, _ = board.cut(at, space)
         parts, size = how % 4, 2 if how >= 4 else 4
-        a, b = bf16_product.where(at, 0, size), bf16_product.where(at, 1, size)
+        a, b = (*board.where(at, 0), size), (*board.where(at, 1), size)
         out, packed_b = board.array(at, 2, space), board.number(at, board.SHARED)
         rounded = board.number(at, ROUNDED), board.number(at, ROUNDED + 1), board.number(at, ROUNDED + 2)
         bf16_product.pack_together(b, packed_b, at, packs, parts, board.address(space))
@@ -139,17 +139,22 @@ class MatrixUnitRung(Rung):
         """Multiply as every rung does; a, b and out are float32 or bf16, of NumPy or CPU tensors of torch.
 
         `mode`, for float32 alone, is "bf16", "bf16x3" or "bf16x6". NumPy's bf16 is `ml_dtypes.bfloat16`, or
-        the bits as uint16. `out` may be float32 if a and b are bf16. Raises RuntimeError where the CPU has
-        no bf16 products, ValueError for an unknown mode, and else what every rung raises.
+        the bits as uint16. `out` may be float32 if a and b are bf16. Gradients are not recorded. Raises
+        RuntimeError where the CPU has no bf16 products, ValueError for an unknown mode, TypeError for a
+        tensor that requires a gradient (minidist.model.matmul computes it), and else what every rung raises.
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: pass {', '.join(map(repr, MODES))}")
         require_matrix_unit()
-        given = _plain(out)
-        c = Rung.matmul(_with(mode), _plain(a), _plain(b), given)
-        if out is not None:
-            return out
-        result: OperandT = _like(a, c)
+        step, torch = _with(mode), torch_of(a, b)
+        if torch is None:
+            return Rung.matmul(step, a, b, out)
+        x, y, c = torch_tensors.operands(torch, a, b, out, step)
+        if 0 in (x.shape[1], *c.shape):
+            c.zero_()  # an empty sum, or nothing
+        else:
+            step.compute(*(torch_tensors.as_array(torch, tensor) for tensor in (x, y, c)))
+        result: OperandT = c
         return result
 
     def sums(self, dtype: str) -> str:
@@ -158,31 +163,21 @@ class MatrixUnitRung(Rung):
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:
-        return np.dtype(np.float32), np.dtype(np.uint16)
+        return *super()._dtypes, np.dtype(np.uint16)
+
+    def _matrix(self, name: str, x: Any) -> Array:
+        return _bits(super()._matrix(name, x))
+
+    def _fill(self, a: Array, b: Array, out: Array) -> None:
+        self.compute(a, b, _bits(out))
 
     def _takes_out(self, dtype: str, out: str) -> bool:
-        return (dtype, out) == ("uint16", "float32")
+        return dtype != "float32" and out in ("float32", "bfloat16", "uint16")
 
 
-def _plain(x: Any) -> Any:
-    """x as a NumPy array of float32 or of the bits of bf16 numbers; what is neither is returned as it is."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":
-        x = x.detach() if x.requires_grad else x
-        return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
-    if isinstance(x, np.ndarray) and x.dtype.isbuiltin == 2:  # from outside NumPy; to ask its name takes 4 us
-        return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
-    return x
-
-
-def _like(x: Any, c: Array) -> Any:
-    """The result c as a NumPy array or a tensor, as x is, and in its dtype."""
-    if isinstance(x, np.ndarray):
-        return c.view(x.dtype)
-    import torch
-
-    tensor = torch.from_numpy(c.view(np.int16) if c.dtype == np.uint16 else c)
-    return tensor.view(torch.bfloat16) if c.dtype == np.uint16 else tensor
+def _bits(x: Array) -> Array:
+    """x, with bf16 numbers as their bits."""
+    return x.view(np.uint16) if x.itemsize == 2 else x
 
 
 RUNG = MatrixUnitRung.of_file(

@@ -8,20 +8,18 @@ all rungs need is here: checks, sizes of 0, strides that kernels don't take, cop
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ..rung import Array, Rung, Step, check_sizes, dtype_name
-from .runtime import gpu_driver, torch_tensors
+from .. import torch_tensors
+from ..rung import Array, Rung, Step, dtype_name, torch_of
+from .runtime import gpu_driver
 from .runtime.device import architecture_on, backend, capability
-from .runtime.gpu_driver import download, upload
-from .runtime.matrix import Matrix, host_matrix
+from .runtime.gpu_driver import download, on_device, upload
+from .runtime.matrix import Matrix, device_matrix, host_matrix
 from .tiling.packing import scratch
 
 PITCH = 16  # bytes; each row of an uploaded matrix begins on a multiple
@@ -87,58 +85,35 @@ class CudaRung(CudaStep, Rung):
         tensor that requires a gradient (minidist.model.matmul computes it); RuntimeError if this GPU is too
         old for the rung.
         """
-        torch: Any = sys.modules.get("torch")  # a caller with a tensor has imported it
-        if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
-            return self._matmul_tensors(torch, a, b, out)
-        return super().matmul(a, b, out)
-
-    def _matmul_tensors(self, torch: Any, a: Any, b: Any, out: Any) -> Any:
-        a = torch_tensors.checked(torch, "a", a, self.name, self.dtypes)
-        b = torch_tensors.checked(torch, "b", b, self.name, self.dtypes)
-        if a.dtype is not b.dtype:
-            raise TypeError(
-                f"a is {a.dtype} and b is {b.dtype}: convert one with .to(), so that both are the same"
-            )
-        if a.device != b.device:
-            raise TypeError(
-                f"a is on {a.device} and b is on {b.device}: move one with .to(), so that both are on one"
-            )
-        check_sizes(a.shape, b.shape)
-        dtype = dtype_name(a.dtype)
-        if out is None:
-            out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-        else:
-            torch_tensors.check_out(torch, a, b, out, self.sums(dtype))
+        torch = torch_of(a, b)
+        if torch is None:
+            return super().matmul(a, b, out)
+        a, b, out = torch_tensors.operands(torch, a, b, out, self)
         if 0 in (a.shape[1], *out.shape):
             out.zero_()  # an empty sum, or nothing
-            return out
-        if a.device.type == "cpu":
+        elif a.device.type == "cpu":
             x, y, c = (torch_tensors.as_array(torch, tensor) for tensor in (a, b, out))
+            dtype = dtype_name(a.dtype)
             self._run_on_arrays(self.compute, [(x, dtype), (y, dtype)], [(c, dtype_name(out.dtype))])
-        elif a.device.type != "cuda":
-            raise ValueError(
-                f"a is on {a.device}, and rung {self.name} runs on cuda: move it with .to('cuda')"
-            )
         elif backend() == "gpu":
-            with torch_tensors.on_device(torch, a.device.index):
+            with on_device(torch, a.device.index):
                 self._fill_tensors(torch, a, b, out)
         else:  # the emulator was asked for on a machine with a GPU; it works in main memory
-            there = torch.empty_like(out, device="cpu")
-            out.copy_(self._matmul_tensors(torch, a.cpu(), b.cpu(), there))
+            out.copy_(self.matmul(a.cpu(), b.cpu(), torch.empty_like(out, device="cpu")))
         return out
 
     def _fill_tensors(self, torch: Any, a: Any, b: Any, out: Any) -> None:
         """Fill `out` with the product of tensors in the GPU's memory, none of them empty."""
         self._on_gpu()
-        c = torch_tensors.device_matrix(out)
+        c = device_matrix(out)
         if c is None:  # strides that kernels don't take
             fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             self._fill_tensors(torch, a, b, fresh)
             out.copy_(fresh)
             return
         self.compute(
-            torch_tensors.device_matrix(a) or torch_tensors.device_matrix(a.contiguous()),
-            torch_tensors.device_matrix(b) or torch_tensors.device_matrix(b.contiguous()),
+            device_matrix(a) or device_matrix(a.contiguous()),
+            device_matrix(b) or device_matrix(b.contiguous()),
             c,
         )
 
@@ -149,18 +124,6 @@ class CudaRung(CudaStep, Rung):
     def _fill(self, a: Array, b: Array, out: Array) -> None:
         given = [(a, a.dtype.name), (b, b.dtype.name)]
         self._run_on_arrays(self.compute, given, [(out, out.dtype.name)])
-
-    @functools.cached_property
-    def _dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """`dtypes` as NumPy objects; bfloat16 only if ml_dtypes, which defines it, is installed."""
-        if "bfloat16" in self.dtypes:
-            with contextlib.suppress(ImportError):
-                import ml_dtypes  # noqa: F401
-        found = []
-        for name in self.dtypes:
-            with contextlib.suppress(TypeError):
-                found.append(np.dtype(name))
-        return tuple(found)
 
     def _takes_out(self, dtype: str, out: str) -> bool:
         return out == self.sums(dtype)

@@ -78,7 +78,7 @@ class Verdict:
     """The verdict on a solution: its score, 100 for par, or what is wrong with it."""
 
     problem: str
-    score: int
+    score: float  # a whole number from 10 on, with one decimal below
     wrong: str = ""
     costs: Costs | None = None
     seconds: float | None = None  # on a GPU, if there is one that runs the kernels
@@ -221,7 +221,13 @@ def _verdict(
         wrong = f"it costs {usual:,} on fresh numbers, and {costs.total:,} on those that are scored"
         return Verdict(problem.name, 0, f"{wrong}: let it do the same work for all")
     took = gpu_time.seconds(launches, programs, _memory(scored, told[-1]))
-    return Verdict(problem.name, max(1, round(100 * problem.par / costs.total)), "", costs, took)
+    return Verdict(problem.name, _score(problem.par, costs.total), "", costs, took)
+
+
+def _score(par: int, cost: int) -> float:
+    """Return 100 for par, 1 at least; below 10 with a decimal, since a whole point is a tenth of the cost."""
+    points = 100 * par / cost
+    return max(1, round(points) if points >= 10 else round(points, 1))
 
 
 def _code(ptx: str) -> str:

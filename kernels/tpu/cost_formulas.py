@@ -10,7 +10,7 @@ on-chip buffers.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DATAFLOWS = ("weight_stationary", "output_stationary")
 
@@ -61,9 +61,7 @@ def scalar(m: int, n: int, k: int) -> ProductCounts:
     Three loops take m n k cycles, and each cycle reads one element of a and one of b. A sum stays in a
     register until it is finished, so c is written once.
     """
-    m, n, k = sizes(m, n, k)
-    work = m * n * k
-    return ProductCounts("scalar", m, n, k, 1, work, work, work, 0, m * n if k else 0)
+    return replace(vector(m, n, k, 1), machine="scalar")
 
 
 def vector(m: int, n: int, k: int, lanes: int = 16) -> ProductCounts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -92,7 +93,7 @@ def judge(
     else:
         _show_table(lines, [one.wrong for one in verdicts])
     if table is not None:
-        rows.sort(key=lambda row: ([*PROBLEMS].index(row["problem"]), -int(row["score"])))
+        rows.sort(key=lambda row: ([*PROBLEMS].index(row["problem"]), -float(row["score"])))
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -119,7 +120,10 @@ def _read(table: Path, problems: list[str]) -> list[dict[str, str]]:
         return []
     reader = csv.DictReader(io.StringIO(table.read_text(encoding="utf-8", errors="replace")))
     rows = [*reader]
-    whole = (None not in row and row["problem"] in problems and str(row["score"]).isdigit() for row in rows)
+    score = re.compile(r"\d+(\.\d)?")
+    whole = (
+        None not in row and row["problem"] in problems and score.fullmatch(str(row["score"])) for row in rows
+    )
     if reader.fieldnames != COLUMNS or not all(whole):
         raise ValueError(
             f"--table {table} is no leaderboard of minidist judge, which begins with {','.join(COLUMNS)}: "

@@ -10,6 +10,7 @@ import torch
 from minidist.kernels import ATTENTION_LADDER, CPU_LADDER, Rung, rung
 from minidist.kernels.rung import empty
 from tests.helpers.fresh_python import output_of
+from tests.helpers.products import skip_unless_it_runs
 from tests.helpers.refusals import refuses
 
 
@@ -101,6 +102,19 @@ test_wrong_arguments_are_named_with_their_values = refuses(
     ((ONES, ONES.T, torch.zeros(2, 2)), TypeError, ["out is a torch tensor"]),
     literal=True,
 )
+
+
+@pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)
+def test_no_rung_mixes_tensors_with_arrays(step):
+    """All say it in one sentence, as those of the CUDA ladder do."""
+    skip_unless_it_runs(step)
+    array, tensor = np.ones((2, 2), "f"), torch.ones(2, 2)
+    for a, b, said in [
+        (array, tensor, "a is a ndarray and b is a torch tensor"),
+        (tensor, array, "b is a ndarray and a is a torch tensor"),
+    ]:
+        with pytest.raises(TypeError, match=rf"{said}: pass arrays alone, with .*, or tensors alone"):
+            step.matmul(a, b)
 
 
 def test_out_may_lie_between_the_inputs_but_not_on_them():

@@ -82,21 +82,6 @@ def depth_block(d: int, k: int) -> tuple[int, int]:
     return d * grains // blocks * GRAIN, (d + 1) * grains // blocks * GRAIN
 
 
-@njit(boundscheck=False)
-def where(at: int, place: int, size: int) -> tuple[int, int, int, int, int, int]:
-    """Return where a (place 0) or b (1) on a board lies, as `pack` takes it."""
-    start = board.ARRAY * place
-    address, rows = board.number(at, start), board.number(at, start + 1)
-    return (
-        address,
-        rows,
-        board.number(at, start + 2),
-        board.number(at, start + 3),
-        board.number(at, start + 4),
-        size,
-    )
-
-
 @njit(boundscheck=False, inline="always")
 def pack_together(b: Any, to: int, at: int, packs: int, parts: int, own: int) -> None:
     """Pack b with the other threads of a board, as `shared_packing.pack_together` does.

@@ -68,13 +68,18 @@ def write_array(at: int, place: int, x: Any) -> None:
 
 
 @njit(boundscheck=False)
+def where(at: int, place: int) -> tuple[int, int, int, int, int]:
+    """Return where the array at `place` lies: its address, its shape and its strides."""
+    start = ARRAY * place
+    rows, columns = number(at, start + 1), number(at, start + 2)
+    return number(at, start), rows, columns, number(at, start + 3), number(at, start + 4)
+
+
+@njit(boundscheck=False)
 def array(at: int, place: int, like: Any) -> Any:
     """Return the array at `place`, of the dtype of the array `like`."""
-    start = ARRAY * place
-    shape = (number(at, start + 1), number(at, start + 2))
-    strides = (number(at, start + 3), number(at, start + 4))
-    first = carray(elements(number(at, start), like), (1, 1))
-    return np.lib.stride_tricks.as_strided(first, shape, strides)
+    start, m, n, down, right = where(at, place)
+    return np.lib.stride_tricks.as_strided(carray(elements(start, like), (1, 1)), (m, n), (down, right))
 
 
 @njit(boundscheck=False)

@@ -10,18 +10,16 @@ of 1 and any row stride, and enqueue their kernels. `logs` has one column, and e
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ...attention_rung import AttentionRung, as_rows, logs_dtype
-from ...rung import Array, dtype_name
+from ...rung import Array, dtype_name, torch_of
+from ...torch_tensors import as_array
 from ..cuda_rung import CudaStep
-from ..runtime import torch_tensors
-from ..runtime.matrix import Matrix
+from ..runtime.gpu_driver import on_device
+from ..runtime.matrix import Matrix, device_matrix
 from ..tiling.packing import scratch
 
 
@@ -39,49 +37,50 @@ class CudaAttentionRung(CudaStep, AttentionRung):
     room: Mapping[str, tuple[int, int, int]] = field(default_factory=dict, compare=False)
 
     def _kind(self, q: Any) -> tuple[Any, str, str]:
-        torch: Any = sys.modules.get("torch")  # a caller with a tensor has imported it
-        if torch is None or not isinstance(q, torch.Tensor):
+        torch = torch_of(q)
+        if torch is None:
             return super()._kind(q)
         return torch.Tensor, "a torch tensor, as q is: pass torch.as_tensor() of it", ".to(torch.{})"
 
     def _check(self, causal: bool, **arrays: Any) -> None:
         super()._check(causal, **arrays)
         q = arrays["q"]
-        if isinstance(q, np.ndarray):
+        torch = torch_of(q)
+        if torch is None:
             return
         for name, x in arrays.items():
             if x.device != q.device:
                 raise TypeError(f"{name} is on {x.device} and q on {q.device}: move one with .to()")
-            if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+            if x.requires_grad and torch.is_grad_enabled():
                 raise TypeError(
                     f"{name} requires a gradient, which a rung does not record: pass tensor.detach()"
                 )
 
     def _full(self, like: Any, shape: tuple[int, ...], value: float, logs: bool = False) -> Any:
-        if isinstance(like, np.ndarray):
+        torch = torch_of(like)
+        if torch is None:
             return super()._full(like, shape, value, logs)
-        torch: Any = sys.modules["torch"]
         dtype = getattr(torch, logs_dtype(like)) if logs else like.dtype
         return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
 
     def _run(
         self, function: Callable[..., None], given: tuple[Any, ...], results: tuple[Any, ...], causal: bool
     ) -> None:
-        torch: Any = sys.modules.get("torch")
+        torch = torch_of(given[0])
         heads, count = math.prod(given[0].shape[:-2]), len(given)
         every = (*given, *results)
         names = [dtype_name(x.dtype) for x in every]
-        if isinstance(given[0], np.ndarray):
+        if torch is None:
             arrays = [as_rows(x) for x in every]
         else:
             every = tuple(x.contiguous().reshape(-1, x.shape[-1]) for x in every)
             if every[0].is_cuda and self._on_gpu():
-                with torch_tensors.on_device(torch, every[0].device.index):
-                    function(*map(torch_tensors.device_matrix, every), heads, int(causal))
+                with on_device(torch, every[0].device.index):
+                    function(*map(device_matrix, every), heads, int(causal))
                 return
             if every[0].device.type != "cpu":
                 raise ValueError(f"q is on {every[0].device}, where rung {self.name} can't run: pass q.cpu()")
-            arrays = [torch_tensors.as_array(torch, x) for x in every]
+            arrays = [as_array(torch, x) for x in every]
         pairs = list(zip(arrays, names, strict=True))
         self._run_on_arrays(function, pairs[:count], pairs[count:], heads, int(causal))
 

@@ -9,5 +9,4 @@
 | gpu_driver | a GPU's driver and its memory |
 | gpu_launch | loads machine code on a GPU and launches it, with its tensor maps |
 | matrix | a matrix as kernels take it, and as Hopper's copy engine does |
-| torch_tensors | checks torch tensors, and views them as matrices |
 """

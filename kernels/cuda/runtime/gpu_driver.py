@@ -13,6 +13,7 @@ Source: NVIDIA, CUDA Driver API (sections Context, Memory, Stream Ordered Memory
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -148,6 +149,14 @@ def torch_on_gpu() -> Any:
     """Return torch if this process has used it on a GPU, else None."""
     torch: Any = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
+def on_device(torch: Any, index: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the GPU with this number is torch's current one."""
+    if index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[Any] = torch.cuda.device(index)
+    return device
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ...rung import dtype_name
 from .gpu_driver import DeviceArray
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -129,6 +130,21 @@ def host_matrix(x: np.ndarray[Any, Any], dtype: str) -> Matrix:
     return Matrix(
         data.view(np.uint16) if size == 2 else data, rows, columns, row_stride, column_stride, dtype
     )
+
+
+def device_matrix(x: Any) -> Matrix | None:
+    """Return the matrix of a CUDA tensor, in its own memory; None if one element stands for several."""
+    rows, columns = x.shape
+    row_stride, column_stride = x.stride()
+    if rows == 1 or columns == 1 or not row_stride or not column_stride:
+        if (row_stride == 0 and rows > 1) or (column_stride == 0 and columns > 1):
+            return None
+        row_stride, column_stride = element_strides(rows, columns, row_stride, column_stride)
+    dtype = dtype_name(x.dtype)
+    size = BYTES[dtype]
+    length = 1 + (rows - 1) * row_stride + (columns - 1) * column_stride
+    data = DeviceArray(x.data_ptr(), "uint16" if size == 2 else dtype, (length,), (size,), x)
+    return Matrix(data, rows, columns, row_stride, column_stride, dtype)
 
 
 def element_strides(rows: int, columns: int, row_stride: int, column_stride: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.addresses import addresses_of, lanes_of, space_of
+from ..base.addresses import addresses_of, lanes_of, of_all_lanes, space_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
@@ -38,11 +38,7 @@ def load(batch: Batch) -> Run:
         access = Access(machine, batch, addresses, width * count, lanes, "reads")
         data = fetch(access, space)  # (n, lanes, bytes) uint8
         values = np.moveaxis(data.view(DTYPES[kind]), -1, 0)  # (items, n, lanes)
-        if mask is not None:
-            whole = np.zeros((count, len(batch), machine.lanes), values.dtype)
-            whole[:, :, lanes] = values
-            values = whole
-        write(machine, values, mask)
+        write(machine, of_all_lanes(values, machine, lanes), mask)
 
     return run
 

@@ -15,11 +15,6 @@ from .operations import Function, Operation, bits, computes, resized, uniform
 
 BYTE = np.uint32(0xFF)
 ONES = np.uint32(0xFFFFFFFF)
-# Masks that swap neighbouring bits, pairs, ... of a 64-bit number, or add them up.
-MASKS = {
-    width: np.uint64(sum((1 << width) - 1 << at for at in range(0, 64, 2 * width)))
-    for width in (1, 2, 4, 8, 16, 32)
-}
 LOGIC: dict[str, tuple[int, Function]] = {
     "and": (2, np.bitwise_and),
     "or": (2, np.bitwise_or),
@@ -63,10 +58,8 @@ def funnel(direction: str, mode: str) -> Operation:
 
 def count_ones(x: Array) -> Array:
     """Return how many bits of x (unsigned) are 1, as uint32."""
-    total = x.astype(np.uint64)
-    for width, mask in MASKS.items():
-        total = (total & mask) + ((total >> np.uint64(width)) & mask)
-    return total.astype(np.uint32)
+    ones: Array = np.unpackbits(x[..., None].view(np.uint8), axis=-1).sum(axis=-1, dtype=np.uint32)
+    return ones
 
 
 def bit_length(x: Array) -> Array:
@@ -83,11 +76,8 @@ def bit_length(x: Array) -> Array:
 
 def reverse(x: Array) -> Array:
     """Return x (unsigned) with its bits in reverse order."""
-    size = 8 * x.dtype.itemsize
-    y = x.astype(np.uint64)
-    for width, mask in MASKS.items():
-        y = ((y & mask) << np.uint64(width)) | ((y >> np.uint64(width)) & mask)
-    return (y >> np.uint64(64 - size)).astype(x.dtype)
+    ones = np.unpackbits(x.byteswap()[..., None].view(np.uint8), axis=-1, bitorder="little")
+    return np.packbits(ones, axis=-1).view(x.dtype)[..., 0]
 
 
 @computes(r"(popc|clz|brev)\.(b32|b64)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..machine.machine_state import Machine
@@ -80,6 +82,22 @@ def addresses_of(address: Array, count: int, lanes: Array, machine: Machine) -> 
     """Return the addresses of the lanes that run, (instructions, lanes)."""
     addresses = np.broadcast_to(address, (count, machine.lanes))
     return addresses if lanes.size == machine.lanes else addresses[:, lanes]
+
+
+def of_all_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
+    """Return registers (items, instructions, some lanes) for all lanes, 0 in the others."""
+    if lanes.size == machine.lanes:
+        return values
+    every: Array = np.zeros((*values.shape[:-1], machine.lanes), values.dtype)
+    every[..., lanes] = values
+    return every
+
+
+def groups(major: Array, minor: Array) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Yield each pair of numbers (n,), at most 32 bits, that there is, and where it is."""
+    code = major << 32 | minor
+    for one in np.unique(code):
+        yield (int(one) >> 32, int(one) & 0xFFFFFFFF), np.flatnonzero(code == one)
 
 
 def generic(addresses: Array) -> tuple[str, Array]:

@@ -38,73 +38,58 @@ SPACES = ("global", "shared", "local")
 
 
 class Levels:
-    """Finds the levels of the instructions of one basic block, in order."""
+    """Finds the levels of the instructions of one basic block, in order.
+
+    A state space is like a register: loads read it, and stores write it, like ones together. Fences and
+    barriers write all spaces.
+    """
 
     def __init__(self) -> None:
-        self.written: dict[RegisterKey, int] = {}  # the level of a register's last write
-        self.read: dict[RegisterKey, int] = {}  # the highest level that has read it since
-        # The level of the last store to each space, and its likeness.
-        self.stores: dict[str, tuple[int, object]] = dict.fromkeys(SPACES, (-1, None))
-        self.loads = dict.fromkeys(SPACES, -1)  # the highest level of a load since then
+        self.written: dict[object, int] = {}  # the level of the last write of a register or to a space
+        self.read: dict[object, int] = {}  # the highest level that has read it since
+        self.stored: dict[str, object] = {}  # by space: what the stores of that level have in common
         self.floor = 0  # the level after the last barrier
         self.highest = -1
 
     def add(self, instruction: PtxInstruction, unit: InstructionUnit) -> int:
         """Return the level of the next instruction."""
-        written = {*written_by(unit, instruction)}
-        read = {*registers_of(instruction)}
+        written: set[object] = {*written_by(unit, instruction)}
+        read: set[object] = {*registers_of(instruction)}
         if instruction.guard is None:
             # A result is no input, unless a guard may leave its old value.
             read -= written - {*registers_in(*instruction.operands[unit.results :])}
-        level = self.floor
-        for register in read:
-            level = max(level, self.written.get(register, -1) + 1)
-        for register in written:
-            level = max(level, self.written.get(register, -1) + 1, self.read.get(register, -1) + 1)
-        level = max(level, self._memory(instruction, unit.order))
-        for register in read:
-            self.read[register] = max(self.read.get(register, -1), level)
-        for register in written:
-            self.written[register] = level
-            self.read.pop(register, None)
-        self._remember(instruction, unit.order, level)
+        spaces = _spaces(instruction, unit.order)
+        (read if unit.order == "load" else written).update(spaces)
+        like = likeness(instruction) if unit.order == "store" else None
+        alike = {space for space in spaces if like is not None and self.stored.get(space) == like}
+        level = self.highest + 1 if unit.order == "barrier" else self.floor
+        for key in read:
+            level = max(level, self.written.get(key, -1) + 1)
+        for key in written:
+            level = max(level, self.written.get(key, -1) + (key not in alike), self.read.get(key, -1) + 1)
+        for key in read:
+            self.read[key] = max(self.read.get(key, -1), level)
+        for key in written:
+            self.written[key] = level
+            self.read.pop(key, None)
+        if unit.order != "load":
+            self.stored.update(dict.fromkeys(spaces, like))
         self.highest = max(self.highest, level)
         if unit.order == "barrier":
             self.floor = level + 1
         return level
 
-    def _memory(self, instruction: PtxInstruction, order: OrderingClass) -> int:
-        if order == "pure":
-            return 0
-        if order == "barrier":
-            return self.highest + 1
-        like = likeness(instruction)
-        level = 0
-        for space in _spaces(instruction) if order != "fence" else SPACES:
-            stored, name = self.stores[space]
-            alike = order == "store" and name == like
-            level = max(level, stored + (0 if alike else 1))
-            if order != "load":
-                level = max(level, self.loads[space] + 1)
-        return level
 
-    def _remember(self, instruction: PtxInstruction, order: OrderingClass, level: int) -> None:
-        if order == "pure":
-            return
-        for space in _spaces(instruction) if order in ("load", "store") else SPACES:
-            if order == "load":
-                self.loads[space] = max(self.loads[space], level)
-            else:
-                self.stores[space] = (level, likeness(instruction) if order == "store" else None)
-                self.loads[space] = -1
-
-
-def _spaces(instruction: PtxInstruction) -> tuple[str, ...]:
+def _spaces(instruction: PtxInstruction, order: OrderingClass) -> tuple[str, ...]:
+    """Return the state spaces that an instruction may access."""
+    if order == "pure":
+        return ()
     words = " ".join(instruction.opcode)
     named = tuple(space for space in SPACES if space in words)
     if instruction.opcode[0] == "ld" and instruction.opcode[1] in ("param", "const"):
         return ("local",)
-    return named or SPACES  # a generic address may point anywhere
+    # A generic address may point anywhere.
+    return named if named and order in ("load", "store") else SPACES
 
 
 def registers_of(instruction: PtxInstruction) -> Iterator[RegisterKey]:

@@ -26,7 +26,7 @@ from numpy.lib.stride_tricks import as_strided
 from ..accesses.access import Access
 from ..accesses.loads_and_stores import fetch, put
 from ..arithmetic.compare_and_select import ORDER
-from ..arithmetic.floats import narrow, widen
+from ..arithmetic.floats import ARITHMETIC, narrow, widen
 from ..base.addresses import LOCAL_WINDOW, lanes_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
@@ -55,12 +55,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"__h{name}": compare for name, compare in ORDER.items()},
-    "__hadd": np.add,
-    "__hsub": np.subtract,
-    "__hmul": np.multiply,
-    "__hdiv": np.divide,
-    "__hneg": np.negative,
-    "__habs": np.abs,
+    **{f"__h{name}": ARITHMETIC[name][1] for name in ("add", "sub", "mul", "div", "neg", "abs")},
     "__hmax": np.fmax,
     "__hmin": np.fmin,
     "__hisnan": np.isnan,

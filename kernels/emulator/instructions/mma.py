@@ -20,7 +20,7 @@ import numpy as np
 from ..accesses.access import Access
 from ..accesses.loads_and_stores import fetch, put
 from ..arithmetic.fragments import MMA, load_matrices, store_matrices
-from ..base.addresses import whole_warps
+from ..base.addresses import of_all_lanes, whole_warps
 from ..base.instruction_batch import Batch, Source
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
@@ -121,15 +121,6 @@ def of_lanes_that_run(values: Array, machine: Machine, lanes: Array) -> Array:
     """Return the registers (items, instructions, lanes) of some lanes."""
     every = np.broadcast_to(values, (*values.shape[:-1], machine.lanes))
     return every if lanes.size == machine.lanes else np.ascontiguousarray(every[..., lanes])
-
-
-def of_all_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
-    """Return registers (items, instructions, some lanes) for all lanes, 0 in the others."""
-    if lanes.size == machine.lanes:
-        return values
-    every: Array = np.zeros((*values.shape[:-1], machine.lanes), values.dtype)
-    every[..., lanes] = values
-    return every
 
 
 _COUNTS = {"x1": 1, "x2": 2, "x4": 4}

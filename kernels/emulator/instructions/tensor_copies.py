@@ -134,10 +134,9 @@ def _overlap(tensor: Any, x: int, y: int) -> tuple[tuple[slice, slice], tuple[sl
     """Return where the box at (x, y) overlaps the matrix: as slices of the box, and of the matrix."""
     inside, outer = [], []
     for start, box, extent in ((y, tensor.box_rows, tensor.rows), (x, tensor.box_columns, tensor.columns)):
-        first = max(start, 0)
-        end = max(first, min(start + box, extent))
-        inside.append(slice(first - start, end - start) if end > first else slice(0, 0))
-        outer.append(slice(first, end) if end > first else slice(0, 0))
+        first, end = (min(max(edge, 0), extent) for edge in (start, start + box))
+        inside.append(slice(first - start, end - start))
+        outer.append(slice(first, end))
     return (inside[0], inside[1]), (outer[0], outer[1])
 
 

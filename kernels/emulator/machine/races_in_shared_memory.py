@@ -14,12 +14,12 @@ as copies (cp.async, TMA) and matrix instructions (wgmma).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..ptx.dtypes import Array
 from ..ptx.program import PtxInstruction
-from .shape import WatchedMachine
 
 NUMBER = 20  # bits of an instruction's number, below a time
 
@@ -33,8 +33,8 @@ class Clocks:
     block is a cluster of its own.
     """
 
-    def __init__(self, machine: WatchedMachine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine  # a Machine, whose file imports this one
         self.warps = machine.warps_per_block
         self.asynchronous = self.warps if machine.program.asynchronous else 0  # 0: no such agents
         self.of_block = self.warps + self.asynchronous  # agents

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
-from numpy.typing import NDArray
 
 from ..ptx.dtypes import DTYPES, Array
-from ..ptx.program import Program, PtxInstruction
 
 WARP = 32
 
@@ -27,22 +23,6 @@ class MachineShape:
         self.warp_of_lane = lane // WARP
         self.thread_of_lane = lane % self.lanes_per_block  # within its block
         self.is_thread = self.thread_of_lane < self.threads
-
-
-class WatchedMachine(Protocol):
-    """The attributes of a machine that the race detectors read."""
-
-    program: Program
-    instruction: PtxInstruction | None  # the one that runs
-    first: int  # the machine's first block in the grid
-    blocks: int
-    cluster: int  # blocks of a cluster
-    warps_per_block: int
-    block_of_lane: NDArray[np.intp]
-    warp_of_lane: NDArray[np.intp]
-    thread_of_lane: NDArray[np.intp]
-    shared_size: int  # bytes of shared memory of a block
-    shared_pitch: int  # bytes from one block's shared memory to the next
 
 
 class Registers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.addresses import CLUSTER_SHIFT, SHARED_WINDOW, lanes_of
+from ..base.addresses import CLUSTER_SHIFT, SHARED_WINDOW, groups, lanes_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine_state import Machine
@@ -97,10 +97,8 @@ class ClusterBarriers:
         machine.events += 1
         agents = clocks.agents_of_lanes[lanes]
         if releases:
-            phases = self.clusters(lanes) << 32 | self.arrived[lanes]
-            for one in np.unique(phases):
-                key = (int(one) >> 32, int(one) & 0xFFFFFFFF)
-                clock = snapshot(clocks, np.unique(agents[phases == one])).max(axis=0)
+            for key, which in groups(self.clusters(lanes), self.arrived[lanes]):
+                clock = snapshot(clocks, np.unique(agents[which])).max(axis=0)
                 self.released[key] = np.maximum(self.released.get(key, clock), clock)
         clocks.tick(np.unique(agents))
 
@@ -116,11 +114,9 @@ class ClusterBarriers:
         passed: Lanes = fewest[clusters] >= self.arrived[lanes]
         self.waited[lanes[passed]] += 1
         agents = clocks.agents_of_lanes[lanes]
-        phases = clusters << 32 | self.arrived[lanes]
-        for one in np.unique(phases[passed]):
-            clock = self.released.get((int(one) >> 32, int(one) & 0xFFFFFFFF))
-            if clock is not None:
-                clocks.join(np.unique(agents[passed & (phases == one)]), clock)
+        for key, which in groups(clusters[passed], self.arrived[lanes[passed]]):
+            if key in self.released:
+                clocks.join(np.unique(agents[passed][which]), self.released[key])
         return passed
 
 

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
+from ..base.addresses import groups, in_shared_window, lanes_of, of_lanes, shared_blocks
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine_state import Machine
@@ -115,14 +115,18 @@ class Mbarriers:
         """Return (block, offset) of mbarriers at some lanes' shared or generic addresses. Raises Fault."""
         machine = self.machine
         block, offset = shared_blocks(machine, in_shared_window(machine, addresses, lanes), lanes)
-        if (bad := offset % BYTES != 0).any():
-            at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
-            text = f"uses an mbarrier at byte {at} of shared memory, no multiple of {BYTES}"
-            machine.fault_at("misaligned", text, int(lane))
-        if (bad := (offset < 0) | (offset + BYTES > machine.shared_size)).any():
-            at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
-            text = f"uses an mbarrier at byte {at} of shared memory, of which the block has"
-            machine.fault_at("out of bounds", f"{text} {machine.shared_size}", int(lane))
+        for bad, kind, wrong in (
+            (offset % BYTES != 0, "misaligned", f"no multiple of {BYTES}"),
+            (
+                (offset < 0) | (offset + BYTES > machine.shared_size),
+                "out of bounds",
+                f"of which the block has {machine.shared_size}",
+            ),
+        ):
+            if bad.any():
+                first = np.argmax(bad)
+                text = f"uses an mbarrier at byte {int(offset[first])} of shared memory, {wrong}"
+                machine.fault_at(kind, text, int(lanes[first]))
         return block, offset
 
     def make(self, key: Key, count: int, lane: int) -> None:
@@ -158,10 +162,7 @@ class Mbarriers:
 
     def by_key(self, addresses: Array, lanes: Array) -> Iterator[tuple[Key, Array]]:
         """Yield each mbarrier that some of (lanes,) use, and the positions of those lanes. Raises Fault."""
-        block, offset = self.keys(addresses, lanes)
-        code = block * (1 << 32) + offset
-        for one in np.unique(code):
-            yield (int(one) >> 32, int(one) & 0xFFFFFFFF), np.flatnonzero(code == one)
+        return groups(*self.keys(addresses, lanes))
 
     def show(self, agents: Array) -> None:
         """Note a fence by these warps: it shows the mbarriers that they made."""

@@ -72,6 +72,32 @@ def test_bf16_numbers_of_torch_and_as_bits(unit):
     np.testing.assert_array_equal(d.view(np.uint16), expected)
 
 
+def test_a_refusal_names_what_was_given(unit):
+    """Torch's and ml_dtypes' bf16, not the bits under which rung 8 reads them."""
+    half, single = torch.ones(2, 2).bfloat16(), torch.ones(2, 2)
+    cases = [
+        (half, single, None, "a is torch.bfloat16 and b is torch.float32"),
+        (half, half, single.double(), "out is torch.float64, and a and b are torch.bfloat16"),
+        (half, half.clone().requires_grad_(), None, "b requires a gradient.*minidist.model.matmul"),
+        (half.half(), half, None, "a has dtype float16, and rung s8_matrix_unit takes bfloat16 or float32"),
+    ]
+    with torch.no_grad():
+        assert (STEP.matmul(half.clone().requires_grad_(), half) == 2).all()
+    assert (STEP.matmul(half[:, :0], half[:0]) == 0).all()
+    with pytest.raises(ValueError, match="a is on meta, and rung s8_matrix_unit runs on cpu"):
+        STEP.matmul(half.to("meta"), half.to("meta"))
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no bf16 of its own")
+    ours, bits = np.ones((2, 2), ml_dtypes.bfloat16), np.full((2, 2), 0x3F80, np.uint16)
+    cases += [
+        (ours, single.numpy(), None, "a is bfloat16 and b is float32"),
+        (ours, ours, np.ones((2, 2)), "out is float64, and a and b are bfloat16"),
+    ]
+    for a, b, out, said in cases:
+        with pytest.raises(TypeError, match=said):
+            STEP.matmul(a, b, out=out)
+    assert (STEP.matmul(ours, bits, out=bits.copy()) == 0x4000).all()  # 2
+
+
 def test_rows_of_bf16_numbers_are_read_where_they_lie(unit):
     """A row of whole words is not packed; one that is not, or falls into the same cache lines, is."""
     rng = np.random.default_rng(2)

@@ -103,8 +103,12 @@ A, B = torch.ones(2, 3), torch.ones(3, 2)
 
 test_wrong_arguments_are_named_with_their_values = refuses(
     lambda given: STEP.matmul(*given),
-    ((A, B.numpy(), None), TypeError, ["b is a ndarray", "torch.as_tensor(b)"]),
-    ((A.numpy(), B, None), TypeError, ["a is a ndarray"]),
+    (
+        (A, B.numpy(), None),
+        TypeError,
+        ["b is a ndarray and a is a torch", "arrays alone", "torch.as_tensor(b)"],
+    ),
+    ((A.numpy(), B, None), TypeError, ["a is a ndarray and b is a torch tensor: pass arrays alone"]),
     ((A, A, None), ["(2, 3)", "do not multiply"]),
     ((A, B.double(), None), TypeError, ["torch.float32", "torch.float64"]),
     ((A.long(), B, None), TypeError, ["a has dtype int64", "s1_multiply", "float32 or float64"]),

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
+from minidist.kernels.cuda.runtime import device
 from minidist.kernels.emulator.mistakes import mutants
 from minidist.kernels.emulator.mistakes.patches import changed
 from minidist.kernels.judge import PROBLEMS, Verdict, verdicts
@@ -47,6 +48,7 @@ def add(x, y, out):
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
     """The verdict on a text, with one function named after a problem."""
+    device.require_compiler()  # to find its libraries starts a program that is not Python
     monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
 
     def judge(text: str) -> Verdict:

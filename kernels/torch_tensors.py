@@ -1,35 +1,43 @@
-"""Torch tensors as a CUDA rung's operands: checks, and views as matrices or NumPy arrays.
+"""Torch tensors as the operands of a rung that takes them: checks, and views as NumPy arrays.
 
-Torch allocates the result and keeps the order of work: kernels go to its current stream, and nothing here
-waits for them. The checks are short, because the GPU may be idle while Python runs them.
+Torch allocates the result. The checks are short, because a GPU may be idle while Python runs them.
 """
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from ...rung import dtype_name, shared_memory
-from .gpu_driver import ITEMSIZE, DeviceArray
-from .matrix import Matrix, element_strides
+from .rung import Rung, check_kinds, check_sizes, dtype_name, shared_memory
 
 
-def device_matrix(x: Any) -> Matrix | None:
-    """Return the matrix of a CUDA tensor, in its own memory; None if one element stands for several."""
-    rows, columns = x.shape
-    row_stride, column_stride = x.stride()
-    if rows == 1 or columns == 1 or not row_stride or not column_stride:
-        if (row_stride == 0 and rows > 1) or (column_stride == 0 and columns > 1):
-            return None
-        row_stride, column_stride = element_strides(rows, columns, row_stride, column_stride)
-    dtype = dtype_name(x.dtype)
-    size = ITEMSIZE[dtype]
-    length = 1 + (rows - 1) * row_stride + (columns - 1) * column_stride
-    data = DeviceArray(x.data_ptr(), "uint16" if size == 2 else dtype, (length,), (size,), x)
-    return Matrix(data, rows, columns, row_stride, column_stride, dtype)
+def operands(torch: Any, a: Any, b: Any, out: Any, rung: Rung) -> tuple[Any, Any, Any]:
+    """Return a and b as plain strided 2-D tensors, and `out` or a new tensor for their product.
+
+    Raises what is wrong with one of them.
+    """
+    check_kinds(a, b)
+    a, b = _checked(torch, "a", a, rung), _checked(torch, "b", b, rung)
+    if a.dtype is not b.dtype:
+        raise TypeError(
+            f"a is {a.dtype} and b is {b.dtype}: convert one with .to(), so that both are the same"
+        )
+    if a.device != b.device:
+        raise TypeError(
+            f"a is on {a.device} and b is on {b.device}: move one with .to(), so that both are on one"
+        )
+    if a.device.type not in ("cpu", rung.device):
+        raise ValueError(
+            f"a is on {a.device}, and rung {rung.name} runs on {rung.device}: "
+            f"move it with .to({rung.device!r})"
+        )
+    check_sizes(a.shape, b.shape)
+    if out is None:
+        return a, b, torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    _check_out(torch, a, b, out, rung.sums(dtype_name(a.dtype)))
+    return a, b, out
 
 
 def as_array(torch: Any, x: Any) -> Any:
@@ -40,22 +48,18 @@ def as_array(torch: Any, x: Any) -> Any:
     return x.numpy()
 
 
-def checked(torch: Any, name: str, x: Any, rung: str, dtypes: tuple[str, ...]) -> Any:
+def _checked(torch: Any, name: str, x: Any, rung: Rung) -> Any:
     """Return x as a plain strided 2-D tensor, or raise what is wrong with it."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(
-            f"{name} is a {type(x).__name__} and the other a torch tensor: pass torch.as_tensor({name})"
-        )
     if x.layout is not torch.strided:
         raise TypeError(f"{name} has layout {x.layout}: pass tensor.to_dense()")
     if x.ndim != 2:
         raise ValueError(
             f"{name} has {x.ndim} dimensions, shape {tuple(x.shape)}: reshape it to two, (rows, columns)"
         )
-    if dtype_name(x.dtype) not in dtypes:
+    if dtype_name(x.dtype) not in rung.dtypes:
         raise TypeError(
-            f"{name} has dtype {dtype_name(x.dtype)}, and rung {rung} takes "
-            f"{' or '.join(dtypes)}: convert it with .to(torch.{dtypes[-1]})"
+            f"{name} has dtype {dtype_name(x.dtype)}, and rung {rung.name} takes "
+            f"{' or '.join(rung.dtypes)}: convert it with .to(torch.{rung.dtypes[-1]})"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise TypeError(
@@ -65,7 +69,7 @@ def checked(torch: Any, name: str, x: Any, rung: str, dtypes: tuple[str, ...]) -
     return x.resolve_neg() if x.is_neg() else x
 
 
-def check_out(torch: Any, a: Any, b: Any, out: Any, sums: str) -> None:
+def _check_out(torch: Any, a: Any, b: Any, out: Any, sums: str) -> None:
     """Raise unless `out` can take a times b, in a's dtype or the one called `sums`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}, and a and b are torch tensors: pass a tensor")
@@ -113,11 +117,3 @@ def _addresses(x: Any) -> Any:
         "strides": tuple(stride * size for stride in x.stride()),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-def on_device(torch: Any, index: int) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the GPU with this number is torch's current one."""
-    if index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    device: contextlib.AbstractContextManager[Any] = torch.cuda.device(index)
-    return device
