@@ -17,7 +17,7 @@ from minidist.parallel.engine.partition_model import checked, partition_model
 from minidist.parallel.engine.prepare_checks import check_prepare_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike

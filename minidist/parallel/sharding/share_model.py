@@ -12,7 +12,7 @@ from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.guards.refusals import refuse_state_of_slices
 from minidist.parallel.sharding.loops.loop_classes import check_bucket_mb
 from minidist.parallel.sharding.optimizer.memory_source import memory_source
