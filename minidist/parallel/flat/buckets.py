@@ -2,7 +2,8 @@
 
 Every message costs its latency, however small it is, so the ranks send flat tensors of many parameters.
 Gradients and values have the same layout, cut into a share for each rank. Gradients go to the owners of the
-shares (gradients.py), and the updated values go from the owners to all ranks (values.py).
+shares (`reduce` in gradients.py), and updated values from the owners to all ranks (`gather` in values.py).
+On one page: `Unit` in plain/sharded.py, which has both; this rank's share and its sums are `own` there.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class GradientsToOwners:
         if holder and holder._sending and self.gradient_comm.may_wait(holder._sending):
             holder.complete()
         if self.memory.holder is None:
-            self.memory.holder = self
+            self.memory.holder = None if self._stays else self  # no circle of references
             self.flat, self.views, gaps = self._lent
         else:  # it cannot be waited for, or still lacks some, as gradients come in another order than before
             self.flat = torch.zeros_like(self._lent[0])

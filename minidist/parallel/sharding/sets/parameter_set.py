@@ -221,15 +221,13 @@ class ParameterSet:
         for (dtype, device), those in kinds.items():
             longest = max(bucket.layout.length for bucket in those)
             turns = [GradientMemory(over.zeros(longest, dtype, device)) for _ in those[:TRANSIENT]]
-            shares = [bucket.layout.share for bucket in those if bucket.gradients is None]
-            kept = self.memory.zeros(sum(shares), self.sum_dtype or dtype, those[0].values.shard.device)
-            sums = iter(torch.split(kept, shares))
             for number, bucket in enumerate(those):
-                memory = turns[number % len(turns)]
+                layout, memory = bucket.layout, turns[number % len(turns)]
                 if isinstance(bucket.gradients, GradientsToOwners):
                     bucket.gradients.lend(memory)
-                else:
-                    bucket.gradients = GradientsToOwners(bucket.layout, over, self.op, memory, next(sums))
+                    continue
+                kept = self.memory.zeros(layout.share, self.sum_dtype or dtype, bucket.values.shard.device)
+                bucket.gradients = GradientsToOwners(layout, over, self.op, memory, kept)
 
     # Before a bucket is reduced: its gradients come to it.
 

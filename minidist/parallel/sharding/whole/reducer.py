@@ -9,7 +9,7 @@ parameter the ranks that used it are counted.
 |---|---|
 | a gradient has arrived | it goes to its bucket (`arrived`) |
 | a bucket's last one has | the bucket is reduced, after those before it (`_reduce_next`) |
-| the backward pass has ended | the round is finished (`finish_round`), unless `waits` is False |
+| the backward pass has ended | the round is finished (`finish_round`), unless `expect` said otherwise |
 | `finish_round` is called | the same, if gradients have come that no round has summed |
 | an optimizer steps | an error, if gradients wait that `finish_round` should have summed |
 | the backward pass has raised | the next pass finishes the round, since other ranks may wait (`recover`) |
@@ -57,8 +57,6 @@ class Reducer:
 
     Attributes:
         syncing: False while gradients only accumulate on this rank.
-        waits: whether a backward pass finishes its round at its end.
-        totals: this rank's numbers that the next round also sums.
         buckets: the gradients of each, as they are sent; None before the first round.
     """
 
@@ -66,8 +64,9 @@ class Reducer:
         self._dealer, self.sets, self.overlap = dealer, dealer.sets, overlap
         self.parameters = [*dealer.parameters]
         self.buckets: list[tuple[ParameterSet, Gradients]] | None = None
-        self.syncing, self.waits = True, True
-        self.totals: Sequence[float | Tensor] = ()
+        self.syncing = True
+        self._totals: Sequence[float | Tensor] = ()
+        self._waits = True
         self._came = Came.NOTHING
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
         self._next = 0  # the bucket to be sent next
@@ -93,6 +92,10 @@ class Reducer:
         """Take the hooks off the parameters; their gradients stay as they are."""
         self._removal()
 
+    def expect(self, totals: Sequence[float | Tensor], waits: bool = True) -> None:
+        """Have the next round also sum `totals`. waits: whether a backward pass finishes it at its end."""
+        self._totals, self._waits = totals, waits
+
     # Backward: gradients come, and complete buckets go.
 
     def arrived(self, param_index: int) -> None:
@@ -105,7 +108,7 @@ class Reducer:
                 self._came = Came.UNSENT if self.syncing else Came.KEPT
         elif self._came is not Came.SENDING:
             self._came = Came.SENDING
-            if self.waits:
+            if self._waits:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.buckets is None:
             self._order.setdefault(param_index)
@@ -143,7 +146,7 @@ class Reducer:
                 param_set.unused.append(index)
                 if (grad := self.parameters[index].grad) is not None and grad.is_sparse:
                     self.parameters[index].grad = None  # no optimizer may see its rows
-        param_set.fill_tail(self.totals)
+        param_set.fill_tail(self._totals)
 
     # The end of backward, or a call, finishes the round: launch the rest, wait.
 
@@ -198,7 +201,7 @@ class Reducer:
 
         for param_set in self.sets:
             param_set.summed(self.parameters)
-        self.totals, self.waits, self._next, self._came = (), True, 0, Came.NOTHING
+        self._totals, self._waits, self._next, self._came = (), True, 0, Came.NOTHING
         self._ready, self._rows = bytearray(len(self._ready)), bytearray(len(self._rows))
         self._lacking = [*self._expected]
 

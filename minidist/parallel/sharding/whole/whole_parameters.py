@@ -47,9 +47,9 @@ class WholeParameters(Sharded):
     named: gives the parameters with their names, the same on all ranks; called again when they may have
     changed. sets: how they are shared. slices, groups: this rank's part of the optimizer, and its groups of
     whole parameters; none for a loop of data parallelism, which has an optimizer of its own. module: is
-    watched for parameters that are added to its parts. average: gradients become means over the ranks, and
-    not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's buffers of the module to all
-    before each pass that sends gradients.
+    watched for parameters that are added to its parts. group_names: see `Sharded`. average: gradients become
+    means over the ranks, and not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's
+    buffers of the module to all before each pass that sends gradients.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class WholeParameters(Sharded):
         *,
         groups: Sequence[dict[str, Any]] = (),
         module: nn.Module | None = None,
+        group_names: Sequence[Sequence[str]] = (),
         bucket_mb: float = 25,
         overlap: bool = True,
         compression: Compression | None = None,
@@ -68,7 +69,9 @@ class WholeParameters(Sharded):
         broadcast_buffers: bool = False,
     ) -> None:
         super().__init__(sets)
-        self._named, self.groups = named, groups
+        self._named, self.groups, self.group_names = named, groups, group_names
+        if module is not None:
+            self.model = module
         self.slices = OptimizerSlices.none() if slices is None else slices
         self.optimizer = self.slices.optimizer
         self._overlap, self._leaves_grad = overlap, leaves_grad
@@ -239,7 +242,7 @@ class WholeParameters(Sharded):
         """
         super().begin_final_backward(weight, loss_sum, waits)
         if self.reducer is not None:
-            self.reducer.totals, self.reducer.waits = (weight, loss_sum, 1.0), waits
+            self.reducer.expect((weight, loss_sum, 1.0), waits)
 
     def synchronize(self) -> tuple[float, float]:
         """Sum the gradients; returns the totals, summed over the ranks.
@@ -270,7 +273,7 @@ class WholeParameters(Sharded):
             self.reducer.finish_round()
             is_counted, first = of_all_passes and not self.residency.gradients, self.sets[0]
             while is_counted and first.sums[2] < first.gradient_comm.ranks:
-                self.reducer.totals = (0.0, 0.0, 1.0)
+                self.reducer.expect((0.0, 0.0, 1.0))
                 self.reducer.finish_round()
         self.gradients_are = Progress.SUMMED
 
