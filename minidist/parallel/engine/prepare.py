@@ -68,9 +68,9 @@ def prepare(
     | cp | a model of transformers, or attention with an attribute `attend`; inputs and targets (B, T) |
     | ep | a mixture of experts: `GPTConfig(experts=8)`, or one of transformers, such as Mixtral |
 
-    Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO 1
-    too. ZeRO 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
-    micro-batch.
+    Ranks that differ only in tp, pp or cp pass the same rows, and the first step refuses others. All axes can
+    be combined, with ZeRO 1 too. ZeRO 2 and 3 do not work with pp: they would send gradients, or parameters,
+    once for each micro-batch.
 
     A model that fits on no rank can be made on the meta device for a layout with tp, pp or zero=3. Ranks then
     get memory for their parts and for one module at a time; rank 0 initializes modules as one process would.

@@ -113,21 +113,13 @@ class ShardedParameters(Sharded):
         weakref.finalize(self, hook.remove).atexit = False
 
     def _train(self, buckets: Sequence[Bucket[GatheredValues]]) -> None:
-        """Make room for the gradients and the optimizer state of buckets. A collective."""
-        self._add_slices(buckets)
-        for bucket in buckets:
-            self.set_of[bucket.parameters[0]].buckets.append(bucket)
-        for param_set in self.sets:
-            param_set.make_room(self.parameters)
-
-    def _add_slices(self, buckets: Sequence[Bucket[GatheredValues]]) -> None:
-        """Make the slices of buckets, and of parameters in them that the optimizer needs whole.
-
-        A collective where there are some.
+        """Make slices of buckets, and of parameters in them that the optimizer needs whole; make room for
+        their gradients. A collective.
         """
         homes: dict[Any, list[Home]] = {}
         self.slices.add(buckets, self.groups.of)
         for bucket in buckets:
+            self.set_of[bucket.parameters[0]].buckets.append(bucket)
             for at, index in enumerate(bucket.layout.param_indices):
                 if index in self._whole:
                     kind = bucket.layout.dtype, bucket.values.gradient_comm
@@ -137,6 +129,8 @@ class ShardedParameters(Sharded):
             self.on_owners.append(WholeOnOwners(those, self.parameters, memory, work))
             self.slices.add(self.on_owners[-1:], self.groups.of)
         self.groups.begin()
+        for param_set in self.sets:
+            param_set.make_room(self.parameters)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""
