@@ -32,7 +32,7 @@ class Files(NamedTuple):
 
 
 LIMITS = {
-    "dp=2": Files(10, 15),
+    "dp=2": Files(9, 14),
     "dp=2,zero=1": Files(10, 15),
     "dp=2,zero=2": Files(10, 15),
     "dp=2,zero=3": Files(12, 18),

@@ -8,7 +8,7 @@
 | mlp.py, gpt.py, bert.py | an MLP, a GPT and a BERT, each a chain of layers |
 | blocks.py | the layers of a GPT |
 | mixture_of_experts.py | many MLPs, and a router that picks some for each token |
-| seeding.py | first weights that depend only on a seed and a name |
+| seeding.py | first weights that depend only on a seed and a name; random streams of a seed |
 | loss.py | cross-entropy and accuracy, also of masked tokens alone |
 | matmul.py, attention.py | a linear layer, and a GPT's attention, that run on any rung of their ladders |
 

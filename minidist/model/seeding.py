@@ -3,13 +3,14 @@
 So a weight depends only on the seed and its own name and shape: not on the rank, on how the model is cut into
 stages, on the order in which layers are built, or on the global random state, which is neither read nor
 changed. Values are drawn in float64 on the CPU and rounded once, so models of any dtype and device start
-alike.
+alike. What passes draw, such as dropout, can follow from a seed and a stream as well: `random_state_of`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,22 @@ def stable_hash(*parts: object) -> int:
 def generator(*parts: object) -> torch.Generator:
     """Return a CPU generator seeded by `parts`, such as (seed, "epoch", 3). It keeps 32 bits of the hash."""
     return torch.Generator(device="cpu").manual_seed(stable_hash(*parts))
+
+
+@contextmanager
+def random_state_of(stream: int, seed: int | None = None) -> Iterator[None]:
+    """Inside, torch's random numbers follow from `stream` and the seed; None for one drawn from the state.
+
+    Ranks usually start with the same state, and would drop the same units everywhere. So the engine gives a
+    stream to each pipeline stage and to each share of the batch and of the sequence.
+    """
+    seed = stable_hash(int(torch.randint(2**62, ())) if seed is None else seed, stream)
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 class _Undrawn(TorchFunctionMode):

@@ -142,7 +142,7 @@ def train_backwards(
     def watched(self: Any, param_index: int) -> Tensor:
         nonlocal more
         found = view(self, param_index)
-        more = max(more, sum(bucket.holds for bucket in self.buckets) - parameter_set.TRANSIENT)
+        more = max(more, sum(each.holds for each in self.gradients) - parameter_set.TRANSIENT)
         return found
 
     buckets = {"bucket_mb": 0.009}  # of two layers

@@ -17,7 +17,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.contract.memory_report import Memory
-from minidist.parallel.flat.buckets import Done, GradientComm
+from minidist.parallel.flat.gradients import Done, GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
 from minidist.parallel.training import clipping
@@ -144,7 +144,7 @@ def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
         sent[call.group] += call.bytes_sent
     strategy: Any = engine.strategy
     formula = strategy.bytes_per_step(layout.micro_batches)
-    buckets = [bucket.length * bucket.dtype.itemsize for bucket in strategy.buckets]
+    buckets = [each.layout.length * each.layout.dtype.itemsize for each in strategy.buckets]
     return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.parameters))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from minidist.parallel.averaging.parameter_assignment import (
     trainable,
 )
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import Bucket, GradientComm
+from minidist.parallel.flat.bucket_layout import BucketLayout
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.flat.joined_messages import deal_to_buckets, digest_of
 
 REFUSED = -1.0
@@ -37,6 +38,14 @@ def nesterov(
 ) -> torch.optim.Optimizer:
     """Make DiLoCo's outer optimizer: SGD with Nesterov momentum (Douillard et al. 2023, section 3.1)."""
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=True)
+
+
+class FlatCopies(NamedTuple):
+    """Memory for copies of parameters, which is sent as one, and each parameter's view of it."""
+
+    parameters: list[Any]
+    flat: Tensor
+    views: list[Tensor]
 
 
 class AllReduceExchange:
@@ -58,8 +67,8 @@ class AllReduceExchange:
         self.anchors: dict[nn.Parameter, nn.Parameter] = {}
         self.outer: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
-        self._fragments: list[list[Bucket]] = []
-        self._under_way: list[tuple[Bucket, Any]] = []
+        self._fragments: list[list[FlatCopies]] = []
+        self._under_way: list[tuple[FlatCopies, Any]] = []
         if outer is not None:
             self.anchors = {p: nn.Parameter(p.detach().clone()) for p in trainable(module)}
             self.outer = outer(self.anchors.values())
@@ -92,11 +101,11 @@ class AllReduceExchange:
                 self.anchors[parameter].data.copy_(mean)
 
     @torch.no_grad()
-    def _send(self, buckets: Iterable[Bucket]) -> None:
+    def _send(self, buckets: Iterable[FlatCopies]) -> None:
         algorithm, group = self._comm.algorithm, self._comm.group
         for bucket in buckets:
             torch._foreach_copy_(bucket.views, bucket.parameters)
-            work = comm.all_reduce(bucket.gradients, "mean", algorithm, group, async_op=True)
+            work = comm.all_reduce(bucket.flat, "mean", algorithm, group, async_op=True)
             self._under_way.append((bucket, work))
 
     def _means(self) -> dict[nn.Parameter, Tensor]:
@@ -122,14 +131,13 @@ class AllReduceExchange:
         for part in deal_parameters(parameters, self._count, "fragments"):
             self._fragments.append([])
             for indices in deal_to_buckets(part.parameters, range(len(part.parameters)), self._limit):
-                bucket = Bucket(indices, part.parameters)
-                numel = sum(parameter.numel() for parameter in bucket.parameters)
-                bucket.hold(self._comm.zeros(numel, bucket.dtype, bucket.device))
-                self._fragments[-1].append(bucket)
+                layout, own = BucketLayout(indices, part.parameters), [part.parameters[i] for i in indices]
+                flat = self._comm.zeros(layout.length, layout.dtype, own[0].device)
+                self._fragments[-1].append(FlatCopies(own, flat, layout.views_of(flat)))
 
     def held(self) -> Iterable[Tensor]:
         """Return what stays between steps: the buckets, the anchors and the outer optimizer's state."""
-        buckets = (bucket.gradients for fragment in self._fragments for bucket in fragment)
+        buckets = (bucket.flat for fragment in self._fragments for bucket in fragment)
         states = self.outer.state.values() if self.outer is not None else ()
         return (
             *buckets,

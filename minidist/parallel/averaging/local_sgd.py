@@ -28,7 +28,7 @@ from minidist.comm.work import Group, rank_in
 from minidist.comm.world import DEFAULT_TIMEOUT
 from minidist.parallel.averaging.exchanges import AllReduceExchange, CoordinatorExchange
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
 from minidist.parallel.guards.refusals import require_model
 

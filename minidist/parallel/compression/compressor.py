@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from minidist.comm.algorithms.formulas import all_reduce_bytes
-from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
+from minidist.parallel.flat.gradients import GradientComm, PendingMessage
+
+Views = Sequence[Tensor]
+"""Each parameter's part of a bucket's flat gradients."""
 
 
 class Reduction(ABC):
@@ -50,8 +53,8 @@ class Compression(ABC):
     reads_values = False
 
     @abstractmethod
-    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
-        """Make the reduction of bucket `number`."""
+    def reduction(self, flat: Tensor, views: Views, over: GradientComm, number: int) -> Reduction:
+        """Make the reduction of the gradients of bucket `number`, which lie in `flat`."""
 
     @abstractmethod
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
@@ -72,9 +75,9 @@ class Cast(Compression):
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {self.dtype}; give torch.float16 or torch.bfloat16")
 
-    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
+    def reduction(self, flat: Tensor, views: Views, over: GradientComm, number: int) -> Reduction:
         """An all-reduce of a rounded copy."""
-        return _Rounded(bucket, gradient_comm, self.dtype)
+        return _Rounded(flat, over, self.dtype)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """2 (n - 1) / n of 2 bytes an element."""
@@ -82,9 +85,9 @@ class Cast(Compression):
 
 
 class _Rounded(Reduction):
-    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, dtype: torch.dtype) -> None:
-        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
-        self._wire = gradient_comm.zeros(bucket.elements, dtype, bucket.gradients.device)
+    def __init__(self, flat: Tensor, gradient_comm: GradientComm, dtype: torch.dtype) -> None:
+        self._flat, self._gradient_comm = flat, gradient_comm
+        self._wire = gradient_comm.zeros(len(flat), dtype, flat.device)
 
     def run(self) -> Iterator[PendingMessage]:
         self._wire.copy_(self._flat)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from minidist._arguments import check_whole
 from minidist.comm.algorithms.formulas import all_reduce_bytes
-from minidist.parallel.compression.compressor import Compression, Reduction
-from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
+from minidist.parallel.compression.compressor import Compression, Reduction, Views
+from minidist.parallel.flat.gradients import GradientComm, PendingMessage
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class PowerSGD(Compression):
     def __post_init__(self) -> None:
         check_whole("rank", self.rank, 1, ", the columns of a factor")
 
-    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
+    def reduction(self, flat: Tensor, views: Views, over: GradientComm, number: int) -> Reduction:
         """Two all-reduces, of all the bucket's P and of all its Q."""
-        return _LowRank(bucket, gradient_comm, self, number)
+        return _LowRank(flat, views, over, self, number)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """2 (n - 1) / n of P and what is sent whole, and of Q."""
@@ -67,21 +67,22 @@ def sent_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _LowRank(Reduction):
-    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: PowerSGD, number: int) -> None:
-        flat, r = bucket.gradients, options.rank
-        self._flat, self._gradient_comm, self._options = flat, gradient_comm, options
+    def __init__(
+        self, flat: Tensor, views: Views, over: GradientComm, options: PowerSGD, number: int
+    ) -> None:
+        self._flat, self._gradient_comm, self._options, r = flat, over, options, options.rank
         self.error = torch.zeros_like(flat) if options.error_feedback else None
         self._generator = torch.Generator().manual_seed(options.seed + number)
         # The shorter side is the rows of M (m, k), so that an orthogonal P (m, r) spans all of M if r is m.
-        matrices = [view.flatten(1) for view in bucket.views if options.matrix(view.shape)]
+        matrices = [view.flatten(1) for view in views if options.matrix(view.shape)]
         self._matrices = [m if m.shape[0] <= m.shape[1] else m.t() for m in matrices]
-        self._whole = [view.view(-1) for view in bucket.views if not options.matrix(view.shape)]
+        self._whole = [view.view(-1) for view in views if not options.matrix(view.shape)]
 
         dtype = sent_dtype(flat.dtype)
         elements = sum(view.numel() for view in self._whole)
         rows, columns = (sum(m.shape[side] * r for m in self._matrices) for side in (0, 1))
-        self._first = gradient_comm.zeros(rows + elements, dtype, flat.device)
-        self._second = gradient_comm.zeros(columns, dtype, flat.device)
+        self._first = over.zeros(rows + elements, dtype, flat.device)
+        self._second = over.zeros(columns, dtype, flat.device)
         self._ps = _views(self._first, [(m.shape[0], r) for m in self._matrices])
         self._qs = _views(self._second, [(m.shape[1], r) for m in self._matrices])
         self._sent_whole = _views(self._first[rows:], [(view.numel(),) for view in self._whole])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.flat.buckets import GradientComm, PendingMessage
+from minidist.parallel.flat.gradients import GradientComm, PendingMessage
 
 
 def gather_sparse(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minidist.parallel.compression.compressor import Compression, Reduction, elements_of
-from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
+from minidist.parallel.compression.compressor import Compression, Reduction, Views, elements_of
+from minidist.parallel.flat.gradients import GradientComm, PendingMessage
 
 INDEX = torch.int32
 """The dtype of an element's index in its bucket."""
@@ -41,9 +41,9 @@ class TopK(Compression):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}; give a share of the elements, above 0 and up to 1")
 
-    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
+    def reduction(self, flat: Tensor, views: Views, over: GradientComm, number: int) -> Reduction:
         """An all-gather of the chosen elements and their indices."""
-        return _TopKReduction(bucket, gradient_comm, self)
+        return _TopKReduction(flat, over, self)
 
     def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """(n - 1) k (4 + s)."""
@@ -55,11 +55,11 @@ class TopK(Compression):
 
 
 class _TopKReduction(Reduction):
-    def __init__(self, bucket: Bucket, gradient_comm: GradientComm, options: TopK) -> None:
-        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
-        self.error = torch.zeros_like(bucket.gradients) if options.error_feedback else None
-        self._count = options.chosen(bucket.elements)
-        self._value_bytes = self._count * bucket.gradients.element_size()
+    def __init__(self, flat: Tensor, gradient_comm: GradientComm, options: TopK) -> None:
+        self._flat, self._gradient_comm = flat, gradient_comm
+        self.error = torch.zeros_like(flat) if options.error_feedback else None
+        self._count = options.chosen(len(flat))
+        self._value_bytes = self._count * flat.element_size()
 
     def run(self) -> Iterator[PendingMessage]:
         flat = self._flat

@@ -9,6 +9,7 @@
 | evaluation.py | metrics, predictions, and loaders that end at different times |
 | rehearsal.py | steps beside those of a single process; an error where they differ |
 | one_process.py | the step of the single process |
+| same_rows.py | an error where ranks that split the model were given different rows |
 | whole_state.py | an engine's state, to put back after a trial; the whole state and all rows on one rank |
 | step_difference.py | what differs, and the likely cause |
 | partition_model.py | `RankModel`: how a model is cut: its layers, its matrices, its tokens |

@@ -17,7 +17,7 @@ from minidist.parallel.engine.partition_model import checked, partition_model
 from minidist.parallel.engine.prepare_checks import check_prepare_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
@@ -68,9 +68,9 @@ def prepare(
     | cp | a model of transformers, or attention with an attribute `attend`; inputs and targets (B, T) |
     | ep | a mixture of experts: `GPTConfig(experts=8)`, or one of transformers, such as Mixtral |
 
-    Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO 1
-    too. ZeRO 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
-    micro-batch.
+    Ranks that differ only in tp, pp or cp pass the same rows, and the first step refuses others. All axes can
+    be combined, with ZeRO 1 too. ZeRO 2 and 3 do not work with pp: they would send gradients, or parameters,
+    once for each micro-batch.
 
     A model that fits on no rank can be made on the meta device for a layout with tp, pp or zero=3. Ranks then
     get memory for their parts and for one module at a time; rank 0 initializes modules as one process would.

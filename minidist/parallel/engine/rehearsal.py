@@ -32,6 +32,7 @@ from minidist.parallel.contract.kept_attributes import differs, plain_attributes
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.engine.one_process import OneProcess, outcome
+from minidist.parallel.engine.same_rows import require_same_rows
 from minidist.parallel.engine.step_difference import (
     CUT,
     TRIALS,
@@ -48,7 +49,6 @@ from minidist.parallel.engine.whole_state import (
     TrainingState,
     collect,
     own_part,
-    rows_apart,
     state_before,
 )
 from minidist.parallel.flat.gathering import gather_values
@@ -131,6 +131,7 @@ class Rehearsal:
         pairs: this rank's rows; `batches` has this rank's tokens of them.
         """
         with held_back():
+            require_same_rows(engine.data_rank, engine.data_ranks, pairs)
             if engine.saving is not None and not self.why_not:
                 engine.saving.join()  # its thread talks to other ranks, and a single process has none
             try:
@@ -140,9 +141,6 @@ class Rehearsal:
             if kept is None:
                 self._stop()
                 return None
-            apart, cannot_run = rows_apart(engine, pairs)
-            if cannot_run:
-                raise ValueError(f"step {self._steps} of the layout {self._layout} cannot run. {apart}")
             fixed = fixed_batch_norms(engine.model)
             broadcast_together([x for part in fixed for x in part.buffers()], engine.strategy.group)
             part, start = own_part(engine, kept, pairs), None
@@ -183,9 +181,7 @@ class Rehearsal:
             if elsewhere := next((where for *_, where in found.values if where), ""):
                 self.why_not = f"the model draws random numbers that cannot be switched off: {elsewhere}"
             elif start is not None and self._norm is not None and not self.why_not:
-                start = start._replace(
-                    tensors=found.before, parts=[part for part, *_ in found.values], apart=apart
-                )
+                start = start._replace(tensors=found.before, parts=[part for part, *_ in found.values])
                 taken, replicas = outcome(loss, self._norm, found.after), [] if fixed else found.replicas
                 verdict, self.why_not = self._compared(start, taken, scale, replicas, outputs)
             verdict, self.why_not = gather_values((verdict, self.why_not))[0]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.model.seeding import random_state_of
 from minidist.parallel.contract.batch import NOTHING, check_rows, is_list, pairs_of, shapes, tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, memory_of
@@ -25,6 +26,7 @@ from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.user_functions import Loss, requires_closure
 from minidist.parallel.engine import evaluation
 from minidist.parallel.engine.partition_model import RankModel
+from minidist.parallel.engine.same_rows import require_same_rows
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
@@ -35,7 +37,6 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.clipping import clip_factor
 from minidist.parallel.training.precision import Precision
-from minidist.parallel.training.random_state import random_state_of
 
 
 class Engine:
@@ -87,6 +88,7 @@ class Engine:
         self.within: AbstractContextManager[Any] | None = None  # in which passes run, in a rehearsal
         self.before_update: Callable[[], None] | None = None
         self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
+        self._has_stepped = False  # since this engine was made
         self._is_padding = False  # in `batches`, once this rank's loader has ended
         # Dropout is the same on ranks that tp cuts tensors over, and independent on all others.
         parts = self.mesh.size("pp"), self.mesh.size("dp_cp")
@@ -120,7 +122,8 @@ class Engine:
         The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
         pp, each step sends as many bytes for the loss, and again for a weight that it returns; a list sends
         as many for its length. With clipping or "fp16", and with sharded gradients or parts of the model, it
-        sends as many for the norm. No ledger has a rehearsal's messages.
+        sends as many for the norm. No ledger has a rehearsal's messages, nor those of `require_same_rows` in
+        the first step.
 
         Args:
             inputs: this rank's rows, at least one.
@@ -132,8 +135,9 @@ class Engine:
 
         Raises:
             TypeError: inputs or targets have no tensors with rows.
-            ValueError: no rows, tensors with different numbers of them, or a step that differs from one
-                process's; see `prepare`.
+            ValueError: no rows, tensors with different numbers of them, in the first step other rows than
+                those of a rank that has to pass the same, or a step that differs from one process's; see
+                `prepare`.
             RuntimeError: gradients are off, as in `torch.no_grad()`.
             CollectiveError: a peer is gone or late, or failed in this step. Pipeline stages on its host learn
                 of it at once; if all ranks do, training may go on. Ranks that wait in a collective fail at
@@ -150,10 +154,13 @@ class Engine:
             batches += self._padding(batches)
         for router in self._routers:
             router.counts = 0  # the step before may have been skipped, or have failed
+        is_first, self._has_stepped = not self._has_stepped, True
         if self.rehearsal is not None and self.rehearsal.due(self, pairs):
             loss = self.rehearsal.step(self, pairs, batches)
             if loss is not None:
                 return float(loss)
+        elif is_first:
+            require_same_rows(self.data_rank, self.data_ranks, pairs)
         return self._train_and_measure(batches)
 
     def _padding(self, batches: Sequence[RankBatch]) -> list[RankBatch]:

@@ -8,7 +8,6 @@ step alone, rank 0 collects the state before the step (`collect`) and the batche
 from __future__ import annotations
 
 import copy
-import hashlib
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -169,7 +168,6 @@ class TrainingState(NamedTuple):
     elsewhere: Sequence[Tensor]  # the engine's own parameters
     tensors: Mapping[str, Tensor]  # "model.NAME", "optimizer.NAME.KEY"
     parts: Sequence[OwnPart]  # of all ranks
-    apart: str = ""  # see `rows_apart`
 
 
 def own_part(engine: Engine, kept: KeptState, pairs: Sequence[Pair]) -> OwnPart:
@@ -186,27 +184,6 @@ def own_part(engine: Engine, kept: KeptState, pairs: Sequence[Pair]) -> OwnPart:
 
 def _copy(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True).requires_grad_(x.requires_grad)
-
-
-def rows_apart(engine: Engine, pairs: Sequence[Pair]) -> tuple[str, bool]:
-    """Which ranks have different rows that should have the same, and whether different numbers of them.
-
-    A collective where ranks share layers, tokens or matrices: an all-gather of a hash.
-    """
-    if engine.data_ranks == comm.size():
-        return "", False
-    data = b"".join(bytes(_bytes(x).cpu().numpy()) for pair in pairs for _, x in tensors(pair))
-    own = engine.data_rank, [rows_of(inputs) for inputs, _ in pairs], hashlib.sha256(data).digest()
-    first: dict[int, tuple[int, Any]] = {}
-    for rank, (data_rank, *rows) in enumerate(gather_values(own)):
-        other, known = first.setdefault(data_rank, (rank, rows))
-        if rows != known:
-            cause = (
-                f"Ranks {other} and {rank} were given different rows, and all ranks of a pipeline, or of tp "
-                "or cp, pass the same: pick them by engine.data_rank of engine.data_ranks, not by the rank"
-            )
-            return cause, rows[0] != known[0]
-    return "", False
 
 
 def state_before(engine: Engine, kept: KeptState, known: Mapping[tuple[str, str], Any]) -> TrainingState:

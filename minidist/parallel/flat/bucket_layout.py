@@ -115,7 +115,7 @@ class BucketLayout:
         copies: int = 1,
         deal: Deal = evenly,
     ) -> None:
-        self.owners, self.copies = owners, copies
+        self.owners, self.rank, self.copies = owners, rank, copies
         self.param_indices, self.dtype = [*param_indices], tensors[param_indices[0]].dtype
         self.shapes = [tuple(tensors[index].shape) for index in param_indices]
         sizes = [math.prod(shape) for shape in self.shapes]

@@ -4,7 +4,8 @@ Who runs which pass when is a schedule (../schedules/); `Pipeline` executes it.
 
 | File | Holds |
 |---|---|
-| execution.py | `Pipeline`: executes a schedule, pass by pass |
+| execution.py | `Pipeline`: a rank's stages, and batches that go through them |
+| schedule_run.py | `ScheduleRun`: one run of a schedule, instruction by instruction |
 | pipeline_checks.py | checks of a pipeline's arguments |
 | stage_messages.py | messages between stages, of one tensor or several; the loss to all |
 | split_backward.py | a backward pass in two parts |

@@ -1,46 +1,14 @@
-"""The order of passes in GPipe, 1F1B, interleaved 1F1B and zero bubble; `by_name`: any of the records.
+"""The order of passes in GPipe, 1F1B, interleaved 1F1B and zero bubble.
 
 All functions raise ValueError for sizes below 1; only `gpipe` and `interleaved` take several chunks.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Sequence
 
-from minidist._arguments import check_whole
-from minidist.parallel.contract.schedule_kinds import SCHEDULES, StagePlacement, schedule_kind
-from minidist.parallel.schedules.instructions import (
-    Instruction,
-    PlacedSchedule,
-    Schedule,
-    instruction,
-    only,
-    placement_of,
-    require_schedule,
-)
-from minidist.parallel.schedules.schedule_proof import check, messages_of
-from minidist.parallel.schedules.simulation import Event, Simulation, plot, simulate
-
-__all__ = [
-    "SCHEDULES",
-    "Event",
-    "Instruction",
-    "Schedule",
-    "Simulation",
-    "StagePlacement",
-    "by_name",
-    "check",
-    "forward_only",
-    "gpipe",
-    "interleaved",
-    "one_f_one_b",
-    "plot",
-    "simulate",
-    "with_messages",
-    "zero_bubble",
-]
-
+from minidist.parallel.schedules.instructions import Instruction, check_sizes, instruction, only
+from minidist.parallel.schedules.whole_schedules import with_messages
 
 ONE_CHUNK = "this schedule has one chunk a rank; take interleaved"
 
@@ -109,51 +77,6 @@ def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     return with_messages(compute)
 
 
-def forward_only(schedule: Schedule) -> list[list[Instruction]]:
-    """The forward passes of a schedule and their messages, for evaluation."""
-    require_schedule(schedule)
-    return only(schedule, lambda each: each.kind in ("forward", "send_forward", "recv_forward"))
-
-
-def with_messages(compute: Schedule, placement: StagePlacement | None = None) -> list[list[Instruction]]:
-    """A schedule from its passes: a receive is put before the pass that needs it, a send after its pass.
-
-    placement: which chunk of which rank each stage is; the schedule keeps it. None for that of `compute`, or
-    else round robin. Raises ValueError if `compute` has messages already, or has other numbers of ranks or
-    chunks than `placement`.
-    """
-    require_schedule(compute)
-    for rank, own in enumerate(compute):
-        message = next((each for each in own if not each.computes), None)
-        if message is not None:
-            raise ValueError(
-                f"the schedule has {message} for rank {rank} already; give what they compute alone"
-            )
-    if placement is not None:
-        compute = PlacedSchedule(map(list, compute), placement)
-    where = placement_of(compute)
-    schedule: list[list[Instruction]] = []
-    for rank, own in enumerate(compute):
-        kinds = [messages_of(rank, chunk, where) for chunk in range(len(where.stages[rank]))]
-        schedule.append(found := [])
-        for each in own:
-            kind, needed = each.kind.removesuffix("_input"), kinds[each.chunk]
-            if (receive := f"recv_{kind}") in needed:
-                found.append(instruction(receive, each.micro_batch, each.chunk))
-            found.append(each)
-            if (send := f"send_{kind}") in needed:
-                found.append(instruction(send, each.micro_batch, each.chunk))
-    return PlacedSchedule(schedule, where) if isinstance(compute, PlacedSchedule) else schedule
-
-
-def by_name(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
-    """The schedule of a name in `SCHEDULES`; ValueError if it is unknown, or does not take these sizes."""
-    kind = schedule_kind(name)
-    made: list[list[Instruction]] = pkgutil.resolve_name(kind.made_by)(ranks, micro_batches, chunks)
-    passes = all(each.computes for own in made for each in own)
-    return with_messages(made, kind.placement(ranks, chunks)) if passes else made
-
-
 def _alternating(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_up: int
 ) -> list[Instruction]:
@@ -163,11 +86,3 @@ def _alternating(
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += [instruction("forward", *forward), instruction("backward", *backward)]
     return order + [instruction("backward", *each) for each in backwards[len(forwards) - warm_up :]]
-
-
-def check_sizes(ranks: int, micro_batches: int, chunks: int, only: int | None = None, why: str = "") -> None:
-    """TypeError or ValueError for sizes that a schedule does not take; `only` so many chunks, and why."""
-    for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
-        check_whole(name, value, 1)
-    if only is not None and chunks != only:
-        raise ValueError(f"chunks is {chunks}, and {why}")

@@ -127,6 +127,14 @@ def sizes(schedule: Schedule) -> tuple[int, int, int]:
     return len(schedule), micro_batches, chunks
 
 
+def check_sizes(ranks: int, micro_batches: int, chunks: int, only: int | None = None, why: str = "") -> None:
+    """TypeError or ValueError for sizes that a schedule does not take; `only` so many chunks, and why."""
+    for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+        check_whole(name, value, 1)
+    if only is not None and chunks != only:
+        raise ValueError(f"chunks is {chunks}, and {why}")
+
+
 def only(schedule: Schedule, keeps: Callable[[Instruction], bool]) -> list[list[Instruction]]:
     """Return some instructions of a schedule, and keep its placement."""
     found = [[each for each in own if keeps(each)] for own in schedule]

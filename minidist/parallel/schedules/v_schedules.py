@@ -11,8 +11,9 @@ section 3.2.1 (DualPipe; with a V, half of its ranks have the same schedule and 
 
 from __future__ import annotations
 
-from minidist.parallel.schedules.gpipe_to_zero_bubble import check_sizes
-from minidist.parallel.schedules.instructions import Instruction, instruction
+from minidist.parallel.contract.schedule_kinds import v_shape
+from minidist.parallel.schedules.instructions import Instruction, check_sizes, instruction
+from minidist.parallel.schedules.whole_schedules import with_messages
 
 INPUT, WEIGHT = "backward_input", "backward_weight"
 TWO_CHUNKS = 2, "a V has two chunks a rank; give chunks=2"
@@ -58,7 +59,7 @@ def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[
                     live[rank] += {"forward": 1, WEIGHT: -1}.get(kind, 0)
                     break
         now += 1
-    return orders
+    return with_messages(orders, v_shape(ranks, chunks))
 
 
 def dual_pipe_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[Instruction]]:
@@ -83,7 +84,7 @@ def dual_pipe_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[In
         order.run(after, "W", "I0")
         order.run(2 * micro_batches, "W")
         orders.append(order.passes)
-    return orders
+    return with_messages(orders, v_shape(ranks, chunks))
 
 
 class _Order:

@@ -15,15 +15,15 @@ An engine has one strategy for all of them, a `Sharded`, which is plain data par
 only sums of gradients are shared. The classes of the last column are for people's own loops. A model has one
 set of parameters, or several, such as experts: each with its ranks (`ParameterSet`). A bucket's gradients are
 complete when the last of them has arrived (`Reducer`) or, where parameters are not whole, when the backward
-pass has left a unit of the model (`UnitRuntime`). Then the bucket is reduced (`Bucket.reduce`), the optimizer
-updates this rank's slices (`OptimizerSlices.update`), and the shares are published (`Bucket.gather`). With
+pass has left a unit of the model (`UnitRuntime`). Then they are reduced (../flat/gradients.py), the optimizer
+updates this rank's slices (`OptimizerSlices.update`), and the shares are published (../flat/values.py). With
 hybrid sharding n is the size of a group, and each share has an owner in every group (`GradientComm.hybrid`).
 
 Where memory is given back:
 
 - ZeRO 1 and above give the optimizer only this rank's slices of the buckets: `OptimizerSlices.add`.
-- ZeRO 2 and above let go of gradients that this rank does not own: `Bucket.give_back`.
-- ZeRO 3 also lets go of whole parameters after a unit's pass: `Bucket.free`.
+- ZeRO 2 and above let go of gradients that this rank does not own: `GradientsToOwners.give_back`.
+- ZeRO 3 also lets go of whole parameters after a unit's pass: `GatheredValues.free`.
 
 | Where | The question it answers |
 |---|---|

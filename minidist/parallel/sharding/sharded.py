@@ -62,7 +62,7 @@ class Sharded(ABC):
     optimizer: torch.optim.Optimizer
     group_names: Sequence[Sequence[str]]
     slices: OptimizerSlices
-    buckets: list[Bucket]
+    buckets: list[Bucket[Any]]
     orders: list[list[int]] | None
 
     def __init__(self, sets: Sequence[ParameterSet]) -> None:
@@ -163,7 +163,7 @@ class Sharded(ABC):
     def held(self) -> ResidentTensors:
         """What this rank holds now. Masters count as the optimizer's, memory for reductions as gradients."""
         sums = [tensor for each in self.sets for tensor in each.tensors()]
-        sums += [each.reduced for each in self.on_owners if each.reduced is not None]
+        sums += [each.gradients.reduced for each in self.on_owners if each.gradients is not None]
         own = [p.grad for p in self.model.parameters() if p.grad is not None]
         state = self.optimizer.state.values()
         return ResidentTensors(
@@ -173,7 +173,7 @@ class Sharded(ABC):
             [*self.model.buffers()],
         )
 
-    def value_buckets(self) -> list[Bucket]:
+    def value_buckets(self) -> list[Bucket[Any]]:
         """The buckets that hold parameters' values, cut into shares."""
         return self.buckets if self.sharded else []
 

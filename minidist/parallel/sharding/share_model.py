@@ -12,7 +12,7 @@ from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.guards.refusals import refuse_state_of_slices
 from minidist.parallel.sharding.loops.loop_classes import check_bucket_mb
 from minidist.parallel.sharding.optimizer.memory_source import memory_source
@@ -95,17 +95,17 @@ def _share_whole(
         optimizer.register_state_dict_pre_hook(refuse_state_of_slices)
         optimizer.register_load_state_dict_pre_hook(refuse_state_of_slices)
     groups = [[*group["params"]] for group in optimizer.param_groups]
+    name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
     shared = WholeParameters(
         model.named_parameters,
         sets,
         slices,
         groups=[{"params": group} for group in groups],
         module=model,
+        group_names=[[name_of[tensor] for tensor in group] for group in groups],
         average=False,  # the engine weights them
         **options,
     )
     if not row.state or master is not None:
         follow_own_methods(optimizer, weakly(shared.after_own_method))
-    name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
-    shared.model, shared.group_names = model, [[name_of[tensor] for tensor in group] for group in groups]
     return shared

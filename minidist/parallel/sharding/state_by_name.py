@@ -69,13 +69,13 @@ def state_boxes(shared: Sharded) -> Iterator[TensorBox]:
     slices, parameters = shared.slices, shared.parameters
     buckets = shared.value_buckets()
     for bucket in buckets:
-        if not bucket.frees:  # else its parameters are views only during a pass
-            bucket.refuse_reassigned()
+        if not bucket.values.frees:  # else its parameters are views only during a pass
+            bucket.values.refuse_reassigned()
     in_shares = {
         parameter
         for bucket in buckets
         for parameter in bucket.parameters
-        if bucket.frees or slices.master not in (None, bucket.dtype)
+        if bucket.values.frees or slices.master not in (None, bucket.layout.dtype)
     }
     masters = {each.value: each.tensor for each in slices.all if each.bucket is None}
     aliases: dict[Tensor, list[str]] = {}
@@ -88,10 +88,11 @@ def state_boxes(shared: Sharded) -> Iterator[TensorBox]:
         else:
             yield whole_box("model." + name, masters.get(value, value).detach())
     for bucket in buckets:
-        for start, span in bucket.ranges() if bucket.frozen else ():
+        is_frozen = bucket.values.frees and bucket.gradients is None
+        for start, span in bucket.layout.ranges() if is_frozen else ():
             parameter = parameters[span.param_index]
             for alias in aliases[parameter]:
-                values = bucket.shard[start : start + len(span)]
+                values = bucket.values.shard[start : start + len(span)]
                 yield from cut_chunks(alias, tuple(parameter.shape), span.start, values)
     given = set()  # names of scalars: this rank may have several slices of one parameter
     for each, span, tensor, state in slices.by_parameter():

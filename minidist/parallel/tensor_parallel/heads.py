@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
+from minidist.model.seeding import random_state_of
 from minidist.parallel.tensor_parallel.cuts import TensorParallel, base_of
 from minidist.parallel.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from minidist.parallel.tensor_parallel.sequence_parallel import Forward, wrap
 from minidist.parallel.tensor_parallel.styles import StyledModule
-from minidist.parallel.training.random_state import own_random_state, random_state_of
+from minidist.parallel.training.random_state import own_random_state
 
 HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")

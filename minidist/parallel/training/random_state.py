@@ -13,8 +13,7 @@ that recomputation has to restore as well).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
@@ -22,7 +21,7 @@ import torch
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in
-from minidist.model.seeding import stable_hash
+from minidist.model.seeding import random_state_of
 
 
 def random_states() -> dict[str, Any]:
@@ -55,19 +54,3 @@ def share_random_state(group: Group = None) -> None:
 def own_random_state(group: Group = None) -> AbstractContextManager[None]:
     """Inside, ranks of a group that start with the same state draw different numbers. Sends nothing."""
     return random_state_of(rank_in(group))
-
-
-@contextmanager
-def random_state_of(stream: int, seed: int | None = None) -> Iterator[None]:
-    """Inside, torch's random numbers follow from `stream` and the seed; None for one drawn from the state.
-
-    The engine gives a stream to each pipeline stage and to each share of the batch and of the sequence. Ranks
-    usually start with the same state, and would drop the same units everywhere.
-    """
-    seed = stable_hash(int(torch.randint(2**62, ())) if seed is None else seed, stream)
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            torch.cuda.manual_seed(seed)
-        yield

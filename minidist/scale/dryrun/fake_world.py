@@ -29,7 +29,7 @@ from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import TOLD
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.stage_messages import MOST_DIMS, headers
-from minidist.parallel.schedules.gpipe_to_zero_bubble import by_name
+from minidist.parallel.schedules.whole_schedules import by_name
 from minidist.parallel.tensor_parallel.shares import share_of
 from minidist.scale.dryrun.fake_tensors import NUMBERS, DryTensors
 from minidist.scale.memory.training_setup import AXES

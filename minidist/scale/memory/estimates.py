@@ -17,7 +17,8 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.recompute_policies import recomputed_parts
 from minidist.parallel.contract.schedule_kinds import schedule_kind
-from minidist.parallel.schedules.gpipe_to_zero_bubble import Schedule, by_name
+from minidist.parallel.schedules.instructions import Schedule
+from minidist.parallel.schedules.whole_schedules import by_name
 from minidist.scale.memory.parameter_sizes import ModelPart, alike, own_parts, parts, share
 from minidist.scale.memory.saved_activations import ATTENTIONS, Saved
 from minidist.scale.memory.state_bytes import States, by_formula, stage_states

@@ -108,7 +108,7 @@ def applied_and_kept(compression: Compression, dtype: torch.dtype) -> tuple[Tens
         if reduction.error is None:
             continue
         error = comm.all_reduce(reduction.error.clone())
-        for place, view in zip(bucket.param_indices, bucket.views, strict=True):
+        for place, view in zip(bucket.layout.param_indices, bucket.gradients.views, strict=True):
             start = view.storage_offset()
             kept[starts[place] : starts[place] + view.numel()] = error[start : start + view.numel()]
     return exact, applied, kept

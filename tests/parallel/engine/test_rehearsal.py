@@ -138,16 +138,6 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
     cluster_of(PARSE(layout).ranks).run(first_step)
 
 
-@on_ranks(2, more=[0, 1])
-def test_stages_that_pass_rows_of_their_own_are_told(more: int) -> None:
-    engine = md.prepare(shared(), SGD, PARSE("pp=2"), functional.mse_loss, rehearse=True)
-    x, y = batches(1, 4 + more * md.rank(), 8)[0]
-    told = "cannot run" if more else "trains otherwise"
-    says = rf"{told}.* Ranks 0 and 1 were given different rows.*pick them by engine\.data_rank"
-    with pytest.raises(ValueError, match=says):
-        engine.step(x + md.rank(), y + md.rank())
-
-
 @on_ranks(2)
 def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed() -> None:
     engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)

@@ -14,7 +14,7 @@ import minidist as md
 from minidist.comm.mesh import Mesh
 from minidist.parallel.engine import prepare, training_step
 from minidist.parallel.experts.load_balance import balance_experts
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from tests.conftest import Clusters
 from tests.helpers import contract, models

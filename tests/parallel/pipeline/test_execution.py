@@ -18,7 +18,8 @@ from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, round_robin
 from minidist.parallel.layerwise.layer_by_layer import cut
 from minidist.parallel.pipeline import execution as pipelines
-from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
+from minidist.parallel.pipeline.execution import Pipeline
+from minidist.parallel.pipeline.schedule_run import ScheduleRun
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.schedules.instructions import Instruction
 from tests.conftest import Clusters

@@ -14,8 +14,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
-from minidist.parallel.schedules.gpipe_to_zero_bubble import Schedule
-from minidist.parallel.schedules.instructions import Instruction, placement_of
+from minidist.parallel.schedules.instructions import Instruction, Schedule, placement_of
 from tests.helpers.clocks import HANG
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 7) for m in (1, 2, 3, 4, 5, 7, 8, 10, 12)]

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.model.loss import accuracy
-from minidist.parallel.flat import buckets
-from minidist.parallel.flat.buckets import Bucket, GradientComm
+from minidist.parallel.flat import gradients
+from minidist.parallel.flat.bucket_layout import BucketLayout
+from minidist.parallel.flat.gradients import GradientsToAll, GradientsToOwners
+from minidist.parallel.flat.values import WholeValues
 from minidist.parallel.sharding.optimizer import optimizer_slices
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
@@ -177,7 +179,7 @@ def test_evaluation_is_the_mean_over_all_rows(row: tuple[int, str]) -> None:
         results.append(engine.evaluate(x, y))
     unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
     units = engine.strategy.units if zero == 3 else ()
-    gathered = sum(bucket.values.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
+    gathered = sum(bucket.values.flat.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
     engine.step(inputs, targets)
     outputs = case.model(0)(inputs)
     wanted = float(case.loss(outputs, targets).detach())
@@ -229,16 +231,16 @@ def test_rows_and_targets_have_to_agree() -> None:
 # Planted faults: of the messages,
 
 
-@instead_of(Bucket, "_reduce_to_everyone")
-def without_one_bucket(reduce: Any, self: Bucket, over: GradientComm) -> Any:
+@instead_of(GradientsToAll, "_all_reduce")
+def without_one_bucket(reduce: Any, self: GradientsToAll) -> Any:
     """A bucket is sent, and what comes back is dropped."""
-    if self.gradients.numel() == 3:  # the last layer's bias
-        yield over.all_reduce(self.gradients.clone())
+    if self.flat.numel() == 3:  # the last layer's bias
+        yield self.gradient_comm.all_reduce(self.flat.clone())
     else:
-        yield from reduce(self, over)
+        yield from reduce(self)
 
 
-@instead_of(buckets.comm, "reduce_scatter")
+@instead_of(gradients.comm, "reduce_scatter")
 def without_one_reduction(
     reduce: Any, x: Tensor, op: str, algorithm: str, group: Any, out: Tensor, **options: Any
 ) -> Any:
@@ -251,13 +253,13 @@ def without_one_reduction(
     return result
 
 
-@instead_of(Bucket, "gather")
-def without_gathering_the_last_bucket(gather: Any, self: Bucket, blocking: bool = False) -> None:
-    if 0 not in self.param_indices:
+@instead_of(WholeValues, "gather")
+def without_gathering_the_last_bucket(gather: Any, self: WholeValues, blocking: bool = False) -> None:
+    if 0 not in self.layout.param_indices:
         gather(self, blocking)
 
 
-def another_ranks_share(self: Bucket) -> slice:
+def another_ranks_share(self: BucketLayout) -> slice:
     other = (md.rank() + 1) % md.size()
     return slice(other * self.share, (other + 1) * self.share)
 
@@ -331,7 +333,7 @@ NO_BROADCAST = patched(comm, "broadcast", lambda x, **_: x)
 # Gradients that no hook has moved into their buckets are not moved at all.
 NOT_FILLED = patched(reducer.Reducer, "_fill_missing", nothing)
 # Each round begins the sums anew.
-LAST_ROUND = patched(Bucket, "begun", always(False))
+LAST_ROUND = patched(GradientsToOwners, "begun", always(False))
 # A unit is reduced when the backward pass has left one of its calls.
 FIRST_CALL = patched(units.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
 # The gradient of a parameter that a unit takes says that the unit's backward pass is over.
@@ -342,7 +344,7 @@ FAULTS: list[tuple[Fault, Where]] = [
     (without_one_bucket, Where(0, options={"bucket_mb": 0})),
     (without_one_reduction, Where(3)),
     (without_gathering_the_last_bucket, Where(2, options=SMALL)),
-    (patched(Bucket, "own_range", SHARE, raising=False), Where(2, options=SMALL)),
+    (patched(BucketLayout, "own_range", SHARE, raising=False), Where(2, options=SMALL)),
     (another_order_on_one_rank, Where(0)),
     (mean_of_means, Where(0, options={"overlap": False})),
     (patched(ParameterSet, "op", always("mean")), Where(2, options=SMALL)),

@@ -82,7 +82,7 @@ def step_of(row: int, name: str = "gpt", micro_batches: int = 1, **options: Any)
             residency.ROWS[row].bytes_sent(F64 * elements, md.size(), micro_batches),
             len(ledger.calls),
             parameters,
-            [bucket.length for bucket in strategy.buckets],
+            [bucket.layout.length for bucket in strategy.buckets],
             (memory.parameters, memory.optimizer),
             bytes_of_a_step(model, md.size(), options.get("bucket_mb", 25)) if row == 0 else 0,
         )

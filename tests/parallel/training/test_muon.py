@@ -251,7 +251,7 @@ def test_owners_have_about_the_same_work(width: int, layers: int, owners: int, p
 @contract.instead_of(WholeOnOwners, "give_values")
 def a_matrix_is_skipped(give: Any, self: Any) -> None:
     """With ZeRO 3 nobody takes the last matrix's update back to the shards."""
-    shard = self._homes[-1][0].shard
+    shard = self._homes[-1][0].values.shard
     kept = shard.clone()
     give(self)
     shard.copy_(kept)

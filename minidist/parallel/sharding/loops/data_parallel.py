@@ -19,7 +19,7 @@ from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.contract.residency import DATA_PARALLEL
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.guards.claims import BY_ZERO
 from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.loops.loop_classes import check_bucket_mb, check_module, delegated

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.sharding.loops.loop_classes import check_fully_shard_arguments, delegated
 from minidist.parallel.sharding.optimizer.memory_source import memory_source
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet

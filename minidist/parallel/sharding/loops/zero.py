@@ -3,7 +3,7 @@
 A reduce-scatter brings a rank its n-th of the gradients, summed; it updates that n-th of the parameters, and
 an all-gather publishes everyone's. An all-reduce consists of just these two, so a step sends what data
 parallelism sends. Stage 2 reduces gradients while backward runs, and keeps only its share of them. The
-reduce-scatter and the all-gather are `Bucket.reduce` and `Bucket.gather` in flat/buckets.py.
+reduce-scatter is `GradientsToOwners.reduce` (flat/gradients.py), the all-gather `WholeValues.gather`.
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.1.
 """
@@ -18,7 +18,7 @@ import torch
 from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.contract.training_state import copy_options
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
 from minidist.parallel.sharding.loops.consolidated_state import ConsolidatedState
 from minidist.parallel.sharding.loops.loop_classes import check_zero_arguments, delegated

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 
 SLICE = 2**26
 """Bytes of parameters that an optimizer steps on at a time if they lie on disk."""

@@ -48,7 +48,7 @@ OptimizerState = dict[str, Any]
 class OptimizerSlice:
     """What the optimizer updates as one tensor: a whole parameter, or neighbouring elements of a share."""
 
-    bucket: Bucket | WholeOnOwners | None  # whose share the elements are of; None for a whole parameter
+    bucket: Bucket[Any] | WholeOnOwners | None  # whose share the elements are of; None for a whole parameter
     group: int | None  # the number of the optimizer's group; None for what the optimizer leaves out
     start: int  # in the bucket's share
     ranges: list[ParameterRange]  # one after the other
@@ -104,22 +104,22 @@ class OptimizerSlices:
         span = [ParameterRange(index, 0, value.numel())]
         self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
 
-    def add(self, buckets: Sequence[Bucket | WholeOnOwners], group_of: Mapping[int, int]) -> None:
+    def add(self, buckets: Sequence[Bucket[Any] | WholeOnOwners], group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's shares of buckets; `group_of` has a group for each parameter index."""
         self.has_shares |= bool(buckets)
-        pieces = [(bucket, *piece) for bucket in buckets for piece in bucket.ranges()]
+        pieces = [(bucket, *piece) for bucket in buckets for piece in bucket.layout.ranges()]
         for bucket, start, whole in pieces:
             group = group_of.get(whole.param_index)
             if not self.may_cut(group):
-                if not bucket.cuts_anywhere:  # else the whole parameter lies elsewhere, on its owner
-                    value = bucket.shard[start : start + len(whole)]
+                if not bucket.layout.cuts_anywhere:  # else the whole parameter lies elsewhere, on its owner
+                    value = bucket.values.shard[start : start + len(whole)]
                     self.all.append(self._slice(bucket, group, start, [whole], value, None))
                 continue
             limit = self._limit(bucket)
             for at in range(0, len(whole), limit):
                 first = whole.start + at
                 span = ParameterRange(whole.param_index, first, min(first + limit, whole.stop))
-                value = bucket.shard[start + at : start + at + len(span)]
+                value = bucket.values.shard[start + at : start + at + len(span)]
                 self.all.append(self._slice(bucket, group, start + at, [span], value, None))
         self.hand_over()
         self.join()
@@ -145,9 +145,10 @@ class OptimizerSlices:
             self.regroup(lambda each, span, _: (id(each), used[span.param_index] > 0))
         for each in self.all:
             if each.bucket is not None:
-                reduced, grad = each.bucket.reduced, None
-                if reduced is not None and used[each.ranges[0].param_index] > 0:  # as all of the slice's
-                    grad = reduced[each.start : each.start + each.value.numel()].view(each.tensor.shape)
+                gradients, grad = each.bucket.gradients, None
+                if gradients is not None and used[each.ranges[0].param_index] > 0:  # as all of the slice's
+                    own = gradients.reduced[each.start : each.start + each.value.numel()]
+                    grad = own.view(each.tensor.shape)
                 each.tensor.grad = grad if grad is None else grad.to(each.tensor.dtype)
 
     def give_whole_gradients(self) -> None:
@@ -260,13 +261,13 @@ class OptimizerSlices:
                 each.value.copy_(each.tensor)
 
     @torch.no_grad()
-    def overwrite(self, bucket: Bucket | WholeOnOwners, shard: Tensor) -> None:
+    def overwrite(self, bucket: Bucket[Any] | WholeOnOwners, shard: Tensor) -> None:
         """Take new values for this rank's share of a bucket; masters change only where the values do."""
         for each in self.all:
             if each.bucket is bucket and each.is_master:
                 new = shard[each.start : each.start + len(each)].view(each.value.shape)
                 each.tensor.copy_(torch.where(new == each.value, each.tensor, new.to(each.tensor.dtype)))
-        bucket.shard.copy_(shard)
+        bucket.values.shard.copy_(shard)
 
     def drop_gradients(self) -> None:
         """Forget the gradients that were given; those of whole parameters are their own."""
@@ -287,7 +288,7 @@ class OptimizerSlices:
 
     def _slice(
         self,
-        bucket: Bucket | WholeOnOwners,
+        bucket: Bucket[Any] | WholeOnOwners,
         group: int | None,
         start: int,
         ranges: list[ParameterRange],
@@ -295,20 +296,20 @@ class OptimizerSlices:
         master: Tensor | None,
     ) -> OptimizerSlice:
         """A slice of the elements in `value`; `master` has them in the master dtype, if they are known."""
-        cuts, index = self.may_cut(group), bucket.param_indices.index(ranges[0].param_index)
+        cuts, index = self.may_cut(group), bucket.layout.param_indices.index(ranges[0].param_index)
         if not cuts:
-            value = value.view(bucket.shapes[index])
+            value = value.view(bucket.layout.shapes[index])
         # Whole parameters that the optimizer leaves out have none: what a loop writes to one has to stay.
-        if self.master not in (None, value.dtype) and (group is not None or bucket.frees):
+        if self.master not in (None, value.dtype) and (group is not None or bucket.values.frees):
             master = self.memory.copy(value, self.master) if master is None else self.memory.keep(master)
         updated = value if master is None else master
         whole: Any = bucket.parameters[index]
         tensor = nn.Parameter(updated) if cuts else parameter_like(whole, updated)
         return OptimizerSlice(bucket, group, start, ranges, value, tensor, master is not None, cuts)
 
-    def _limit(self, bucket: Bucket | WholeOnOwners) -> int:
+    def _limit(self, bucket: Bucket[Any] | WholeOnOwners) -> int:
         """The most elements that a slice may have."""
-        return max(1, (self.memory.longest or SLICE_BYTES) // (self.master or bucket.dtype).itemsize)
+        return max(1, (self.memory.longest or SLICE_BYTES) // (self.master or bucket.layout.dtype).itemsize)
 
     def hand_over(self) -> None:
         """Have the optimizer's groups consist of the slices."""
@@ -370,7 +371,7 @@ class OptimizerSlices:
         first, ranges = run[0][0], [span for _, span, _, _ in run]
         assert first.bucket is not None
         start = first.start + sum(map(len, first.ranges[: first.ranges.index(ranges[0])]))
-        value = first.bucket.shard[start : start + sum(map(len, ranges))]
+        value = first.bucket.values.shard[start : start + sum(map(len, ranges))]
         master = torch.cat([part for _, _, part, _ in run]) if first.is_master else None
         made = self._slice(first.bucket, first.group, start, ranges, value, master)
         state = {

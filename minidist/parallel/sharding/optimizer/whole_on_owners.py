@@ -12,87 +12,111 @@ Source: Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.3 (gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minidist.comm.work import rank_in
-from minidist.parallel.flat.bucket_layout import BucketLayout, WholeTensors
+from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.joined_messages import Pieces, exchange
+from minidist.parallel.flat.values import GatheredValues
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
 from minidist.parallel.training.elementwise_optimizers import Work
 
-Home = tuple[Bucket, int]
+Home = tuple[Bucket[GatheredValues], int]
 """The bucket that has a parameter's shards, and which of its parameters it is."""
 
 
-class WholeOnOwners(BucketLayout):
+class OwnedValues(NamedTuple):
+    """The values of the parameters that this rank owns."""
+
+    shard: Tensor
+    frees: bool = True
+
+
+class OwnedGradients(NamedTuple):
+    """The summed gradients of the parameters that this rank owns."""
+
+    reduced: Tensor
+
+
+class WholeOnOwners:
     """Parameters of one dtype, whole on their owners; to the optimizer's slices a bucket of which a rank has
     its share.
 
     homes: where the shards of each lie, in buckets of the same ranks. tensors: by parameter index.
 
     Attributes:
-        shard: this rank's parameters. reduced: their gradients, from `take_gradients` on.
+        gradients: from `take_gradients` to `forget_gradients`.
     """
 
-    frees, frozen = True, False
-    reduced: Tensor | None = None
+    gradients: OwnedGradients | None = None
 
     def __init__(
         self, homes: Sequence[Home], tensors: Sequence[Tensor], memory: MemorySource, work: Work
     ) -> None:
         self._homes, (first, _), self._memory = homes, homes[0], memory
-        self.gradient_comm, self.device = first.gradient_comm, first.device
-        indices, owners = [bucket.param_indices[at] for bucket, at in homes], self.gradient_comm.owners
-        self._rank, self.parameters = rank_in(self.gradient_comm.share_group), [tensors[i] for i in indices]
-        super().__init__(indices, tensors, owners, self._rank, deal=WholeTensors(work, owners))
-        self.filled = sum(len(span) for _, span in self.ranges())
-        self.shard = memory.zeros(self.filled, self.dtype, self.device)
-        self.take_values(self.shard)
+        self._over, self._device = first.values.gradient_comm, first.device
+        indices = [bucket.layout.param_indices[at] for bucket, at in homes]
+        self.parameters = [tensors[index] for index in indices]
+        self.layout = self._over.layout(indices, tensors, WholeTensors(work, self._over.owners))
+        self._filled = sum(len(span) for _, span in self.layout.ranges())
+        self.values = OwnedValues(memory.zeros(self._filled, self.layout.dtype, self._device))
+        self.take_values(self.values.shard)
 
     def _pieces(self, flats: Sequence[Tensor], whole: Tensor) -> tuple[Pieces, Pieces]:
         """Parts of this rank's shares in `flats`, by their owners; and of what it owns, by the shares' ranks.
 
         flats: for each parameter, this rank's share of its bucket.
         """
-        shards: list[list[Tensor]] = [[] for _ in range(self.owners)]
-        wholes: list[list[Tensor]] = [[] for _ in range(self.owners)]
-        for (bucket, at), flat, (lies, _) in zip(self._homes, flats, self.spans, strict=True):
-            owner, (start, stop) = lies // self.share if self.share else 0, bucket.spans[at]
-            for rank in range(self.owners) if owner == self._rank else (self._rank,):
-                begin, end = max(start, rank * bucket.share), min(stop, (rank + 1) * bucket.share)
-                if begin < end and rank == self._rank:
-                    shards[owner].append(flat[begin - bucket.own_range.start : end - bucket.own_range.start])
-                if begin < end and owner == self._rank:
-                    there = lies - self.own_range.start - start
+        own, owners = self.layout, self.layout.owners
+        shards: list[list[Tensor]] = [[] for _ in range(owners)]
+        wholes: list[list[Tensor]] = [[] for _ in range(owners)]
+        for (bucket, at), flat, (lies, _) in zip(self._homes, flats, own.spans, strict=True):
+            owner, home = lies // own.share if own.share else 0, bucket.layout
+            start, stop = home.spans[at]
+            for rank in range(owners) if owner == own.rank else (own.rank,):
+                begin, end = max(start, rank * home.share), min(stop, (rank + 1) * home.share)
+                if begin < end and rank == own.rank:
+                    shards[owner].append(flat[begin - home.own_range.start : end - home.own_range.start])
+                if begin < end and owner == own.rank:
+                    there = lies - own.own_range.start - start
                     wholes[rank].append(whole[begin + there : end + there])
         return shards, wholes
 
     def take_gradients(self) -> None:
         """Bring the summed gradients to the owners. A collective."""
-        flats = [bucket.reduced for bucket, _ in self._homes if bucket.reduced is not None]
-        self.reduced = self._memory.zeros(self.filled, flats[0].dtype, self.device)
-        self._exchange(*self._pieces(flats, self.reduced), self.reduced.dtype)
+        flats = [bucket.gradients.reduced for bucket, _ in self._homes if bucket.gradients is not None]
+        whole = self._memory.zeros(self._filled, flats[0].dtype, self._device)
+        self._exchange(*self._pieces(flats, whole), whole.dtype)
+        self.gradients = OwnedGradients(whole)
+
+    def forget_gradients(self) -> None:
+        """Give their memory back."""
+        self.gradients = None
 
     def take_values(self, whole: Tensor) -> None:
         """Bring the values in the shards to the owners, which write them to `whole`. A collective."""
-        self._exchange(*self._pieces([bucket.shard for bucket, _ in self._homes], whole), self.dtype)
+        self._exchange(*self._pieces(self._shards(), whole), self.layout.dtype)
 
     def give_values(self) -> None:
         """Take the owners' values to the shards. A collective."""
-        shards, wholes = self._pieces([bucket.shard for bucket, _ in self._homes], self.shard)
-        self._exchange(wholes, shards, self.dtype)
+        shards, wholes = self._pieces(self._shards(), self.values.shard)
+        self._exchange(wholes, shards, self.layout.dtype)
+
+    def _shards(self) -> list[Tensor]:
+        return [bucket.values.shard for bucket, _ in self._homes]
 
     def _exchange(self, sent: Pieces, received: Pieces, dtype: torch.dtype) -> None:
-        like = torch.empty(0, dtype=dtype, device=self.device)
-        exchange(sent, received, like, self.gradient_comm.share_group)
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        exchange(sent, received, like, self._over.share_group)
 
     def bytes_sent(self) -> int:
         """Bytes that this rank sends in a step: parts of its shards, and of its whole parameters."""
-        pieces = self._pieces([bucket.shard for bucket, _ in self._homes], self.shard)
+        pieces = self._pieces(self._shards(), self.values.shard)
         going, back = (sum(x.numel() for each in p for x in each) for p in pieces)
-        kept = sum(x.numel() for x in pieces[0][self._rank])
-        reduced = next(bucket.reduced for bucket, _ in self._homes if bucket.reduced is not None)
-        return (going - kept) * reduced.dtype.itemsize + (back - kept) * self.dtype.itemsize
+        kept, (bucket, _) = sum(x.numel() for x in pieces[0][self.layout.rank]), self._homes[0]
+        assert bucket.gradients is not None
+        summed = bucket.gradients.reduced.dtype
+        return (going - kept) * summed.itemsize + (back - kept) * self.layout.dtype.itemsize

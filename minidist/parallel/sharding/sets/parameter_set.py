@@ -1,16 +1,16 @@
 """A set of parameters: what each rank keeps of them, which ranks sum their gradients, and who owns a share.
 
 A model has one such set, or several: experts' gradients, say, are summed over fewer ranks than the rest. A
-set's gradients are summed in rounds: they come to its buckets, each bucket is reduced, and `Bucket.give_back`
-(flat/buckets.py) lets go of what the set's row does not keep (contract/residency.py). Two events complete a
-bucket: its last gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has
-left a unit (unit_runtime.py).
+set's gradients are summed in rounds: they come to its buckets, each bucket is reduced, and
+`GradientsToOwners.give_back` (flat/gradients.py) lets go of what the set's row does not keep
+(contract/residency.py). Two events complete a bucket: its last gradient has arrived (reducer.py), or, where
+parameters are not whole, the backward pass has left a unit (unit_runtime.py).
 
 | What a rank keeps | Where gradients lie | A bucket's reduction |
 |---|---|---|
 | gradients and state whole | in buckets; `grad` is a view | all-reduce, or its compressed form |
 | gradients whole, state 1/n | in buckets; the sums replace this rank's share | reduce-scatter |
-| gradients 1/n | whole only until `Bucket.give_back`; the share of the sums stays | reduce-scatter |
+| gradients 1/n | whole only until `give_back`; the share of the sums stays | reduce-scatter |
 
 A `ZeroOptimizer` of stage 1 leaves `grad` to the loop around it, so its buckets only carry copies.
 
@@ -20,7 +20,9 @@ Sources: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +31,19 @@ from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.comm.work import rank_in
 from minidist.parallel.compression.compressor import Compression, Reduction
 from minidist.parallel.contract.residency import Residency
-from minidist.parallel.flat.bucket_layout import Deal, WholeTensors, evenly, whole_shape
-from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
+from minidist.parallel.flat.bucket_layout import BucketLayout, Deal, WholeTensors, evenly, whole_shape
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradients import (
+    GradientComm,
+    GradientMemory,
+    Gradients,
+    GradientsToAll,
+    GradientsToOwners,
+    Messages,
+)
 from minidist.parallel.flat.joined_messages import deal_to_buckets, deal_whole
+from minidist.parallel.flat.values import WholeValues
+from minidist.parallel.sharding.optimizer.memory_source import MemorySource
 from minidist.parallel.training.elementwise_optimizers import Work
 
 TRANSIENT = 2
@@ -49,9 +61,11 @@ class ParameterSet:
 
     Attributes:
         indices: of its parameters, among all of the model.
-        buckets: hold their gradients, in the order in which they are sent.
+        buckets: of parameters that get gradients, in the order in which they are sent. gradients: of each
+            bucket, from `make_room` on.
         op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
             gradients before they are summed. compression: of reductions to all ranks.
+        memory, sum_dtype: where the shares of the sums lie, and in which dtype; None for the gradients' own.
         leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay there
             between backward passes.
         total_count: how many numbers are summed along with a round.
@@ -77,27 +91,35 @@ class ParameterSet:
         self.totals = torch.zeros(2, dtype=torch.float64)
         self.empty()
 
-    def configure(self, average: bool, compression: Compression | None, leaves_grad: bool) -> None:
+    def configure(
+        self,
+        average: bool,
+        compression: Compression | None = None,
+        leaves_grad: bool = False,
+        memory: MemorySource | None = None,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
         """Say how gradients are reduced: to means or sums, compressed or not; see the attributes."""
+        self.memory, self.sum_dtype = memory or MemorySource(), sum_dtype
         is_sent = self.names is None or self.gradient_comm.ranks > 1  # experts may be on one rank alone
         self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
         if average and self.residency.state:
             self.scale = 1 / self.gradient_comm.ranks
         elif average:  # a reduction to owners takes the mean itself
             self.op = "mean"
-        if not self.residency.state:
-            self.total_count = 3  # see `begin_final_backward`
+        if self.residency.parameters and not self.residency.state:
+            self.total_count = 3  # see `WholeParameters.begin_final_backward`
 
     def empty(self) -> None:
         """Have no parameters and no buckets."""
         self.indices: list[int] = []
         self.unused: list[int] = []
-        self.buckets: list[Bucket] = []
-        self.memories: list[GradientMemory] = []
+        self.buckets: list[Bucket[Any]] = []
+        self.gradients: list[Gradients] = []
         self.reductions: list[Reduction] = []  # of compression, for each bucket
         self.sparse: list[nn.Parameter] = []
         self.tail = self.sums = torch.zeros(0, dtype=torch.float64)
-        self._lies_in: dict[int, tuple[Bucket, int]] = {}
+        self._lies_in: dict[int, tuple[Gradients, int]] = {}
 
     @property
     def counts_here(self) -> bool:
@@ -114,7 +136,7 @@ class ParameterSet:
         limit: int,
         work: Work | None,
         name_of: Callable[[int], str],
-    ) -> list[Bucket]:
+    ) -> list[Bucket[Any]]:
         """Make buckets of up to `limit` bytes for the parameters at the indices in `order`. A collective.
 
         Where the state is shared, a bucket also holds the parameters' values, cut into a share for each rank.
@@ -128,9 +150,13 @@ class ParameterSet:
             parts = deal_whole(sized, order, limit, deal)
         else:
             parts = deal_to_buckets(parameters, order, limit)
-        new = [Bucket(part, parameters, over, deal, name_of=name_of) for part in parts]
-        for bucket in new if over is not None else ():
-            bucket.keep_values()
+        new: list[Bucket[Any]] = []
+        for part in parts:
+            own, values = [parameters[index] for index in part], None
+            layout = BucketLayout(part, parameters) if over is None else over.layout(part, parameters, deal)
+            if over is not None:
+                values = WholeValues(layout, own, over, [*map(name_of, part)])
+            new.append(Bucket(layout, own, own[0].device, values))
         self.buckets += new
         return new
 
@@ -139,53 +165,69 @@ class ParameterSet:
 
         What the rounds before have summed stays. sparse: indices of parameters in no bucket.
         """
-        over, device = self.gradient_comm, parameters[0].device if parameters else torch.device("cpu")
+        device = parameters[0].device if parameters else torch.device("cpu")
         self.sparse = [parameters[index] for index in self.indices if index in sparse]
-        for bucket in self.buckets:
-            bucket.op, bucket.everyone = self.op, over if self.residency.state else None
-            for at, index in enumerate(bucket.param_indices):
-                self._lies_in[index] = bucket, at
         self._number_of = {index: number for number, index in enumerate(self.indices)}
-        carries = self.residency.state and self.compression is None and bool(self.buckets)
-        self.tail_in_bucket = carries and self.buckets[-1].dtype in TAIL_DTYPES
         tail_length = len(self.indices) + self.total_count
         self.stay_in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
-        if self.stay_in_buckets:
-            self._hold(tail_length)
+        self.tail_in_bucket = False
+        if self.residency.state:
+            self._send_to_all(tail_length)
+        elif self.stay_in_buckets:
+            self._keep_and_send_to_owners()
         else:
-            for bucket in self.buckets:
-                if bucket.reduced is None:
-                    bucket.reduced = torch.zeros_like(bucket.shard)
-            self.memories = lend_memory(self.buckets, over)
+            self._lend_and_send_to_owners()
+        self.gradients = [bucket.gradients for bucket in self.buckets if bucket.gradients is not None]
+        for gradients in self.gradients:
+            for at, index in enumerate(gradients.layout.param_indices):
+                self._lies_in[index] = gradients, at
         if not self.tail_in_bucket:
-            self.tail = over.zeros(tail_length, torch.float64, device)
-        if self.compression is not None:
-            self.reductions = []
-            for number, bucket in enumerate(self.buckets):
-                self.reductions.append(self.compression.reduction(bucket, over, number))
-                bucket.reduction = self.reductions[-1].run
+            self.tail = self.gradient_comm.zeros(tail_length, torch.float64, device)
         before, self.users = self.users, torch.zeros(len(self.indices), dtype=torch.float64, device=device)
         if not self.residency.state:
             self.users[: len(before)] = before
         self.totals = self.totals.to(device)
         self.sums = torch.zeros(self.total_count, dtype=torch.float64, device=device)
 
-    def _hold(self, tail_length: int) -> None:
-        """Give each bucket memory of its own, since gradients stay there."""
+    def _send_to_all(self, tail_length: int) -> None:
+        """Data parallelism: each bucket has memory of its own, and the last one also carries the tail."""
+        over, compression = self.gradient_comm, self.compression
+        self.reductions = []
+        for number, bucket in enumerate(self.buckets):
+            layout, run, length = bucket.layout, None, bucket.layout.length
+            if compression is None:
+                self.tail_in_bucket = bucket is self.buckets[-1] and layout.dtype in TAIL_DTYPES
+                flat = over.zeros(length + self.tail_in_bucket * tail_length, layout.dtype, bucket.device)
+                self.tail = flat[length:]
+            else:  # the bucket itself is not sent
+                flat = torch.zeros(length, dtype=layout.dtype, device=bucket.device)
+                self.reductions.append(compression.reduction(flat, layout.views_of(flat), over, number))
+                run = self.reductions[-1].run
+            bucket.gradients = GradientsToAll(layout, over, flat, run)
+
+    def _keep_and_send_to_owners(self) -> None:
+        """ZeRO 1: each bucket has memory of its own."""
         for bucket in self.buckets:
-            if bucket.holds:
-                continue
-            length = bucket.length
-            if bucket is self.buckets[-1] and self.tail_in_bucket:
-                length += tail_length
-            if self.compression is not None:  # the bucket itself is not sent
-                flat = torch.zeros(length, dtype=bucket.dtype, device=bucket.device)
-            else:
-                flat = self.gradient_comm.zeros(length, bucket.dtype, bucket.device)
-            bucket.hold(flat)
-            self.tail = flat[bucket.length :]
-            if not self.residency.state:
-                bucket.reduced = flat[bucket.own_range]
+            if bucket.gradients is None:
+                layout, over = bucket.layout, self.gradient_comm
+                memory = GradientMemory(over.zeros(layout.length, layout.dtype, bucket.device))
+                bucket.gradients = GradientsToOwners(layout, over, self.op, memory)
+
+    def _lend_and_send_to_owners(self) -> None:
+        """ZeRO 2 and 3: of each dtype and device the buckets take turns in memory for two."""
+        over, kinds = self.gradient_comm, defaultdict[Any, list[Bucket[Any]]](list)
+        for bucket in self.buckets:
+            kinds[bucket.layout.dtype, bucket.device].append(bucket)
+        for (dtype, device), those in kinds.items():
+            longest = max(bucket.layout.length for bucket in those)
+            turns = [GradientMemory(over.zeros(longest, dtype, device)) for _ in those[:TRANSIENT]]
+            for number, bucket in enumerate(those):
+                layout, memory = bucket.layout, turns[number % len(turns)]
+                if isinstance(bucket.gradients, GradientsToOwners):
+                    bucket.gradients.lend(memory)
+                    continue
+                kept = self.memory.zeros(layout.share, self.sum_dtype or dtype, bucket.values.shard.device)
+                bucket.gradients = GradientsToOwners(layout, over, self.op, memory, kept)
 
     # Before a bucket is reduced: its gradients come to it.
 
@@ -194,10 +236,10 @@ class ParameterSet:
         found = self._lies_in.get(param_index)
         if found is None:
             return None
-        bucket, at = found
-        if not bucket.holds:
-            bucket.borrow()
-        return bucket.views[at]
+        gradients, at = found
+        if not gradients.holds:
+            gradients.borrow()
+        return gradients.views[at]
 
     def place(self, param_index: int, parameter: nn.Parameter, scale: float) -> None:
         """Bring a gradient to its bucket, multiplied by `scale`; a sparse one that is in none stays."""
@@ -256,8 +298,8 @@ class ParameterSet:
     def begin(self) -> None:
         """Forget the sums: the next round begins them anew."""
         if not self.residency.state:
-            for bucket in self.buckets:
-                bucket.begun = False
+            for gradients in self.gradients:
+                gradients.begun = False
             self.users.zero_()
             self.totals.zero_()
 
@@ -265,18 +307,17 @@ class ParameterSet:
         """Drop the gradients, and what compression has kept back of them."""
         for reduction in self.reductions:
             reduction.forget()
-        for bucket in self.buckets:
-            if self.residency.state:
-                bucket.gradients.zero_()
-                continue
+        for gradients in self.gradients if self.residency.state else ():
+            gradients.flat.zero_()
+        for bucket in self.buckets if not self.residency.state else ():
             for parameter in bucket.parameters:
                 parameter.grad = None
         self.begin()
 
     def rescale(self, factor: float, kept: bool) -> None:
         """Multiply the gradients in the buckets, and with `kept` what compression has kept back of them."""
-        for bucket in self.buckets:
-            bucket.gradients[: bucket.elements].mul_(factor)
+        for gradients in self.gradients:
+            gradients.reduced.mul_(factor)
         for reduction in self.reductions if kept else ():
             reduction.rescale(factor)
         for parameter in self.sparse:
@@ -287,9 +328,7 @@ class ParameterSet:
 
     def tensors(self) -> list[Tensor]:
         """All memory for gradients."""
-        own_gradients = [bucket.gradients for bucket in self.buckets if bucket.holds]
-        reduced = [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
-        return [*(memory.flat for memory in self.memories), *own_gradients, *reduced]
+        return [tensor for gradients in self.gradients for tensor in (gradients.flat, gradients.reduced)]
 
     def bytes_sent(self) -> int:
         """Bytes that a rank sends in a round, without sparse gradients."""
@@ -299,26 +338,7 @@ class ParameterSet:
         tail_bytes = 8 * (len(self.indices) + self.total_count)
         sent = 0 if self.tail_in_bucket else all_reduce_bytes(tail_bytes, ranks)
         if not self.residency.state:
-            return sum(bucket.reduce_bytes() for bucket in self.buckets) + sent
-        for bucket in self.buckets:
-            if self.compression is None:
-                sent += all_reduce_bytes(bucket.gradients.nbytes, ranks)
-            else:
-                sent += self.compression.bytes_sent(bucket.parameters, ranks)
-        return sent
-
-
-def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[GradientMemory]:
-    """Have the buckets take turns in memory for two of each dtype and device. A collective."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Bucket]] = {}
-    for bucket in buckets:
-        kinds.setdefault((bucket.dtype, bucket.device), []).append(bucket)
-    made = []
-    for (dtype, device), those in kinds.items():
-        longest = max(bucket.length for bucket in those)
-        count = min(TRANSIENT, len(those))
-        memories = [GradientMemory(gradient_comm.zeros(longest, dtype, device)) for _ in range(count)]
-        for number, bucket in enumerate(those):
-            bucket.lend(memories[number % len(memories)])
-        made += memories
-    return made
+            return sent + sum(bucket.layout.reduce_bytes() for bucket in self.buckets)
+        if self.compression is None:
+            return sent + sum(all_reduce_bytes(gradients.flat.nbytes, ranks) for gradients in self.gradients)
+        return sent + sum(self.compression.bytes_sent(bucket.parameters, ranks) for bucket in self.buckets)

@@ -15,10 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minidist.comm.work import ranks_of
-from minidist.parallel.flat.buckets import Bucket, GradientComm
+from minidist.parallel.flat.bucket_layout import BucketLayout
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradients import GradientComm
+from minidist.parallel.flat.values import GatheredValues
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
 from minidist.parallel.sharding.units.meta_units import MetaInitializer, ParameterSlot, device_for
 from minidist.parallel.sharding.units.units import Unit
@@ -97,15 +100,14 @@ def build(
     comms: Sequence[GradientComm],
     initialize: Callable[[nn.Module], object] | None,
     memory: MemorySource,
-    master: torch.dtype | None,
     whole: Collection[int] = (),
 ) -> list[Unit]:
     """Cut a model into units, the root first, and keep this rank's share of rank 0's parameters.
 
     One unit at a time is whole. A unit has a bucket for each dtype, for trained and frozen parameters, and
-    for parameters that other ranks share; the shards of all units of a kind lie in one tensor, and so do the
-    gradients, which add up in the master dtype. comms: for each parameter the ranks that share it. whole:
-    indices of parameters that the optimizer needs whole; they come first, so that the others are neighbours.
+    for parameters that other ranks share; the shards of all units of a kind lie in one tensor. comms: for
+    each parameter the ranks that share it. whole: indices of parameters that the optimizer needs whole; they
+    come first, so that the others are neighbours.
     """
     found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
     names = [name for name, _ in module.named_parameters()]
@@ -114,42 +116,39 @@ def build(
     initialize = initialize or getattr(module, "initialize_part", None)
 
     # The shapes alone decide where each shard will lie; the values come unit by unit.
-    tensors, kinds, parts = [*module.parameters()], defaultdict(list), deal_to_units(module, found)
+    tensors, parts = [*module.parameters()], deal_to_units(module, found)
+    layouts: dict[Unit, list[BucketLayout]] = {}
+    kinds: dict[Any, list[BucketLayout]] = defaultdict(list)
     for unit, entries in parts:
-        unit.device = device
         groups: dict[Any, list[int]] = {}
         for _, parameter, _ in entries:
             index = index_of[id(parameter)]
             groups.setdefault((parameter.dtype, parameter.requires_grad, comms[index]), []).append(index)
+        layouts[unit] = []
         for kind, indices in groups.items():
             indices.sort(key=lambda index: index not in whole)
-            bucket = Bucket(indices, tensors, kind[2], device=device, name_of=names.__getitem__)
-            bucket.frozen = not kind[1]
-            unit.buckets.append(bucket)
-            kinds[kind].append(bucket)
-    for (dtype, trained, over), buckets in kinds.items():
-        sizes = [bucket.share for bucket in buckets]
+            layouts[unit].append(kind[2].layout(indices, tensors))
+            kinds[kind].append(layouts[unit][-1])
+    kept: dict[BucketLayout, tuple[Tensor, Tensor | None]] = {}  # a shard, and a part of a second copy
+    for (dtype, _, over), those in kinds.items():
+        sizes, second = [layout.share for layout in those], list[Tensor | None]()
         shards = torch.split(memory.shards(sum(sizes), dtype, device, over), sizes)
-        for bucket, shard in zip(buckets, shards, strict=True):
-            bucket.keep_share(shard)
         if over.secondary is not None:
-            ranks = len(ranks_of(over.secondary))
-            lengths = [bucket.length // ranks for bucket in buckets]
-            copies = over.zeros(sum(lengths), dtype, device, over.secondary)
-            for bucket, secondary in zip(buckets, torch.split(copies, lengths), strict=True):
-                bucket.secondary = secondary
-        if trained:
-            sums = torch.split(memory.zeros(sum(sizes), master or dtype, shards[0].device), sizes)
-            for bucket, reduced in zip(buckets, sums, strict=True):
-                bucket.reduced = reduced
+            lengths = [layout.length // len(ranks_of(over.secondary)) for layout in those]
+            second += torch.split(over.zeros(sum(lengths), dtype, device, over.secondary), lengths)
+        kept.update(zip(those, zip(shards, second or [None] * len(those), strict=True), strict=True))
     initializer = MetaInitializer((entry for _, entries in parts for entry in entries), device, initialize)
     for unit, entries in parts:
         initializer.fill(parameter for _, parameter, _ in entries)
-        now = {
+        now: dict[int, Any] = {
             index_of[id(parameter)]: holder._parameters[attribute]
             for _, parameter, ((holder, attribute), *_) in entries
         }
-        for bucket in unit.buckets:
-            bucket.load_from_rank0([now[index] for index in bucket.param_indices])  # type: ignore[misc]
+        unit.device = device
+        for layout in layouts[unit]:
+            own, over = [now[index] for index in layout.param_indices], comms[layout.param_indices[0]]
+            named = [names[index] for index in layout.param_indices]
+            values = GatheredValues(layout, own, over, device, named, *kept[layout])
+            unit.buckets.append(Bucket(layout, own, device, values))
     initializer.fill_buffers(module)
     return found

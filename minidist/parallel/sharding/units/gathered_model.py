@@ -24,12 +24,13 @@ def summon(shared: ShardedParameters) -> Iterator[nn.Module]:
         try:
             with torch.no_grad():
                 for bucket in shared.buckets:
-                    bucket.refuse_reassigned()
-                    written = bucket.values[bucket.own_range].to(bucket.shard.device)
+                    values = bucket.values
+                    values.refuse_reassigned()
+                    written = values.flat[values.layout.own_range].to(values.shard.device)
                     shared.slices.overwrite(bucket, written)
                 for on_owner in shared.on_owners:
-                    on_owner.take_values(values := torch.empty_like(on_owner.shard))
-                    shared.slices.overwrite(on_owner, values)
+                    on_owner.take_values(whole := torch.empty_like(on_owner.values.shard))
+                    shared.slices.overwrite(on_owner, whole)
             shared.runtime.forget_copies()
         finally:
             for unit in shared.units:
@@ -42,6 +43,6 @@ def named_shards(shared: ShardedParameters) -> Iterator[tuple[str, range, Tensor
     To write values use `summon`.
     """
     for bucket in shared.buckets:
-        for at, span in bucket.ranges():
+        for at, span in bucket.layout.ranges():
             elements = range(span.start, span.stop)
-            yield shared.name_of(span.param_index), elements, bucket.shard[at : at + len(span)]
+            yield shared.name_of(span.param_index), elements, bucket.values.shard[at : at + len(span)]

@@ -26,13 +26,15 @@ from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
 from minidist.parallel.contract.training_state import model_tensors
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import Bucket, Messages
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradients import GradientsToOwners, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
+from minidist.parallel.flat.values import GatheredValues
 from minidist.parallel.guards.claims import BY_FULLY_SHARD, claim
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups, steps_on
-from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
+from minidist.parallel.sharding.optimizer.whole_on_owners import Home, WholeOnOwners
 from minidist.parallel.sharding.sets.equal_start import set_for, shared_tensors
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
@@ -80,7 +82,7 @@ class ShardedParameters(Sharded):
             if not is_elementwise(type(self.groups.optimizer), groups[number])
         }
         comms = [param_set.gradient_comm for param_set in set_of]
-        self.units = build(module, units, comms, initialize, memory, master, self._whole)
+        self.units = build(module, units, comms, initialize, memory, self._whole)
         claim(self, BY_FULLY_SHARD, module.parameters(), takes_values=True)
         for parameter in module.parameters():
             parameter.grad = None  # the first step would add to an old one
@@ -91,43 +93,44 @@ class ShardedParameters(Sharded):
         self.model, self.group_names = module, self.groups.names
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
-        self._add_slices([bucket for bucket in self.buckets if not bucket.frozen])
         self.optimizer = self.groups.optimizer
         if prefetch is None:
-            values = (bucket.values for bucket in self.buckets)
             over = self.gradient_comm.share_group
-            how = {choose("all_gather", "auto", over, each) for each in values}
+            how = {choose("all_gather", "auto", over, bucket.values.flat) for bucket in self.buckets}
             prefetch = how != {"shared_memory"}
         self.orders = None
         for param_set in sets:
-            param_set.op = "mean" if average else "sum"
+            param_set.configure(average, memory=memory, sum_dtype=master)
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
         self._accumulates = False  # whole gradients add up on this rank, in `grad`
         self.had_gradient = bytearray(len(self.parameters))  # on this rank, since `forget`
         self.is_complete = False  # the slices have the sums, and no backward pass has come since
-        self._make_room()
+        self._train([bucket for bucket in self.buckets if bucket.parameters[0].requires_grad])
         called = weakly(self.reduce), weakly(self.wait), weakly(self.follow_changes)
         self.runtime = UnitRuntime(self.units, *called, self.group, prefetch)
         self._watch(self.optimizer)
         hook = register_optimizer_step_pre_hook(weakly(self._refuse_other_optimizer))
         weakref.finalize(self, hook.remove).atexit = False
 
-    def _add_slices(self, buckets: Sequence[Bucket]) -> None:
-        """Make the slices of buckets, and of parameters in them that the optimizer needs whole.
-
-        A collective where there are some.
+    def _train(self, buckets: Sequence[Bucket[GatheredValues]]) -> None:
+        """Make slices of buckets, and of parameters in them that the optimizer needs whole; make room for
+        their gradients. A collective.
         """
-        homes: dict[Any, list[tuple[Bucket, int]]] = {}
+        homes: dict[Any, list[Home]] = {}
         self.slices.add(buckets, self.groups.of)
         for bucket in buckets:
-            for at, index in enumerate(bucket.param_indices):
+            self.set_of[bucket.parameters[0]].buckets.append(bucket)
+            for at, index in enumerate(bucket.layout.param_indices):
                 if index in self._whole:
-                    homes.setdefault((bucket.dtype, bucket.gradient_comm), []).append((bucket, at))
+                    kind = bucket.layout.dtype, bucket.values.gradient_comm
+                    homes.setdefault(kind, []).append((bucket, at))
         work, memory = work_of(type(self.groups.optimizer)), self.slices.memory
         for those in homes.values():
             self.on_owners.append(WholeOnOwners(those, self.parameters, memory, work))
             self.slices.add(self.on_owners[-1:], self.groups.of)
         self.groups.begin()
+        for param_set in self.sets:
+            param_set.make_room(self.parameters)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""
@@ -153,26 +156,14 @@ class ShardedParameters(Sharded):
                 "it calls a ZeRO-3 model inside a step that one process takes alone, without the other "
                 "ranks' shards; give prepare(rehearse=False)"
             )
-        frozen = [bucket for bucket in self.buckets if bucket.frozen]
+        frozen = [bucket for bucket in self.buckets if bucket.gradients is None]
         self.thaw([bucket for bucket in frozen if any(p.requires_grad for p in bucket.parameters)])
 
-    def thaw(self, buckets: Sequence[Bucket]) -> None:
-        """Make room for the gradients and the optimizer state of frozen buckets. A collective."""
+    def thaw(self, buckets: Sequence[Bucket[GatheredValues]]) -> None:
+        """Train frozen buckets, too, from now on. A collective."""
         if buckets:
-            for bucket in buckets:
-                dtype, device = self.slices.master or bucket.dtype, bucket.shard.device
-                bucket.frozen, bucket.reduced = False, self.slices.memory.zeros(bucket.share, dtype, device)
-            self._add_slices(buckets)
             self.wait()
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Make memory for the gradients of the buckets that are not frozen. A collective."""
-        for param_set in self.sets:
-            indices = set(param_set.indices)
-            trained = [bucket for bucket in self.buckets if not bucket.frozen]
-            param_set.buckets = [bucket for bucket in trained if bucket.param_indices[0] in indices]
-            param_set.make_room(self.parameters)
+            self._train(buckets)
 
     def reduce(self, unit: Unit, ahead: bool) -> None:
         """Launch the round of a unit's buckets, which are complete. ahead: while something else computes."""
@@ -180,29 +171,29 @@ class ShardedParameters(Sharded):
             return
         self.is_complete = False
         for bucket in unit.buckets:
-            if bucket.frozen:
+            if not isinstance(gradients := bucket.gradients, GradientsToOwners):  # frozen
                 continue
-            self._fill(bucket)
-            messages = bucket.reduce(blocking=not ahead)
-            if bucket.gradient_comm.hybrid is not None:  # do not wait for the sum over copies
+            self._fill(gradients, bucket.parameters)
+            messages = gradients.reduce(blocking=not ahead)
+            if gradients.gradient_comm.hybrid is not None:  # do not wait for the sum over copies
                 (self._last if ahead else messages).advance()
                 self._last = messages
             elif not ahead:
                 messages.complete()
 
-    def _fill(self, bucket: Bucket) -> None:
-        """Move the gradients of the parameters to the bucket."""
-        bucket.complete()
-        bucket.borrow()
+    def _fill(self, into: GradientsToOwners, parameters: Sequence[nn.Parameter]) -> None:
+        """Move the gradients of a bucket's parameters to where they are sent from."""
+        into.complete()
+        into.borrow()
         views, grads = [], []
-        for view, parameter, index in zip(bucket.views, bucket.parameters, bucket.param_indices, strict=True):
+        for view, parameter, index in zip(into.views, parameters, into.layout.param_indices, strict=True):
             grad = parameter.grad
             if grad is None:
                 view.zero_()
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.had_gradient[index] |= bucket.gradient_comm.pass_has_rows
+            self.had_gradient[index] |= into.gradient_comm.pass_has_rows
             parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)
@@ -210,7 +201,8 @@ class ShardedParameters(Sharded):
     def wait(self) -> None:
         """Wait for all reductions."""
         for bucket in self.buckets:
-            bucket.complete()
+            if isinstance(bucket.gradients, GradientsToOwners):
+                bucket.gradients.complete()
 
     # A step.
 
@@ -299,13 +291,13 @@ class ShardedParameters(Sharded):
         self.runtime.forget_copies()
         self.slices.drop_gradients()
         for whole in self.on_owners:
-            whole.reduced = None
+            whole.forget_gradients()
 
     def resident(self) -> list[Tensor]:
         """The shards, the whole parameters that this rank owns, and what is gathered now."""
-        parts = ((bucket.shard, bucket.values, bucket.secondary) for bucket in self.buckets)
+        parts = [(each.shard, each.flat, each.secondary) for each in (b.values for b in self.buckets)]
         found = [tensor for part in parts for tensor in part if tensor is not None]
-        return found + [whole.shard for whole in self.on_owners]
+        return found + [whole.values.shard for whole in self.on_owners]
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under all its names, gathered one unit at a time, and the buffers. A collective."""
@@ -328,8 +320,8 @@ class ShardedParameters(Sharded):
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make room for the state of parameters that are frozen."""
-        frozen = [bucket for bucket in self.buckets if bucket.frozen]
-        self.thaw([b for b in frozen if any(self.name_of(i) in saved for i in b.param_indices)])
+        frozen = [bucket for bucket in self.buckets if bucket.gradients is None]
+        self.thaw([b for b in frozen if any(self.names[p] in saved for p in b.parameters)])
 
     def bytes_per_step(self, passes: int = 1) -> int:
         """Bytes that this rank sends in a step of so many forward and backward passes, by the formula.
@@ -345,13 +337,13 @@ class ShardedParameters(Sharded):
         sent = sum(whole.bytes_sent() for whole in self.on_owners)
         for unit in self.units:
             for bucket in unit.buckets:
-                again = passes * (2 - (unit is self.units[0])) - 1
-                near = bucket.gather_bytes()
-                if bucket.secondary is not None:
-                    near = (bucket.length - len(bucket.secondary)) * bucket.dtype.itemsize
-                sent += bucket.gather_bytes() + again * near
-                rounds = 0 if bucket.frozen else self.residency.reductions(passes)
-                sent += rounds * bucket.reduce_bytes()
+                again, layout = passes * (2 - (unit is self.units[0])) - 1, bucket.layout
+                near = layout.gather_bytes()
+                if bucket.values.secondary is not None:
+                    near = (layout.length - len(bucket.values.secondary)) * layout.dtype.itemsize
+                sent += layout.gather_bytes() + again * near
+                rounds = 0 if bucket.gradients is None else self.residency.reductions(passes)
+                sent += rounds * layout.reduce_bytes()
         return sent + sum(
             all_reduce_bytes(8 * len(param_set.tail), param_set.gradient_comm.ranks)
             for param_set in self.sets

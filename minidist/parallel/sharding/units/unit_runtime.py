@@ -246,7 +246,7 @@ class UnitRuntime:
     def forget_copies(self) -> None:
         """Gather from the shards, which may have changed since the secondary shares were filled."""
         for bucket in (bucket for unit in self.units for bucket in unit.buckets):
-            bucket.is_fresh = False
+            bucket.values.forget_copy()
 
     def gather_all(self) -> None:
         """Gather all parameters at once, outside passes; RuntimeError inside one."""

@@ -23,6 +23,7 @@ from minidist.comm.opaque import opaque
 from minidist.parallel.contract.batch import mapped, tensors_in
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.freed import outside
+from minidist.parallel.flat.values import GatheredValues
 
 
 class Unit:
@@ -31,7 +32,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, number: int) -> None:
         self.name, self.module, self.number = name, module, number  # the root's name is ""
         self.device = torch.device("cpu")  # where it computes
-        self.buckets: list[Bucket] = []  # for each dtype, for trained and frozen parameters
+        self.buckets: list[Bucket[GatheredValues]] = []  # for each dtype, for trained and frozen parameters
         self.present = False  # its parameters are gathered, or on their way
         self.shown = False  # the module sees them
         self.held = False  # they stay: a recorded backward pass used them, and the one through it needs them
@@ -44,7 +45,7 @@ class Unit:
         """Launch the all-gathers, unless that is done. ahead: while something else computes."""
         if not self.present:
             for bucket in self.buckets:
-                bucket.gather(blocking=not ahead)
+                bucket.values.gather(blocking=not ahead)
             self.present = True
 
     def show(self, hold: bool = False) -> None:
@@ -53,7 +54,7 @@ class Unit:
         self.gather()
         if not self.shown:
             for bucket in self.buckets:
-                bucket.show()
+                bucket.values.show()
             self.shown, self._versions = True, self._versions_now()
 
     def free(self, held: bool = False) -> None:
@@ -61,7 +62,7 @@ class Unit:
         self.held = self.held and not held
         if self.present and not self.held:
             for bucket in self.buckets:
-                bucket.free()
+                bucket.values.free()
             self.present = self.shown = False
 
     def _versions_now(self) -> list[int]:
@@ -78,7 +79,7 @@ class Unit:
                 "stage 3 they are freed after it; keep what it writes in buffers, or write between steps, "
                 "inside summon()"
             )
-        own = [bucket.values for bucket in self.buckets]
+        own = [bucket.values.flat for bucket in self.buckets]
         return mapped(lambda x: outside(x, own), outputs)
 
     def __str__(self) -> str:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.parallel.flat.buckets import Bucket, GradientComm
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradients import GradientComm, Gradients
 from minidist.parallel.flat.joined_messages import require_same
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
@@ -86,11 +87,11 @@ class Dealer:
         """The number of each parameter's group, by the parameter's id."""
         return {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
 
-    def first_round(self, seen: Iterable[int]) -> list[tuple[ParameterSet, Bucket]]:
+    def first_round(self, seen: Iterable[int]) -> list[tuple[ParameterSet, Gradients]]:
         """Deal the parameters that are in no bucket, and make room for a round. A collective.
 
-        seen: their indices as this rank's gradients came. Returns all buckets with their sets, as they are
-        sent.
+        seen: their indices as this rank's gradients came. Returns the gradients of all
+        buckets with their sets, as they are sent.
         """
         over, count = self.sets[0].gradient_comm, len(self.parameters)
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
@@ -112,8 +113,8 @@ class Dealer:
         for each in self.sets:
             each.make_room(self.parameters, sparse)
         when = {index: at for at, index in enumerate(i for order in self.orders for i in order)}
-        pairs = [(each, bucket) for each in self.sets for bucket in each.buckets]
-        return sorted(pairs, key=lambda pair: max(when[index] for index in pair[1].param_indices))
+        pairs = [(each, gradients) for each in self.sets for gradients in each.gradients]
+        return sorted(pairs, key=lambda pair: max(when[index] for index in pair[1].layout.param_indices))
 
     def deal(self, seen: Iterable[int], sparse: Collection[int] = ()) -> None:
         """Make buckets, with loaded state, for parameters that are in none. A collective."""
@@ -128,7 +129,7 @@ class Dealer:
             part = [index for index in order if index in indices]
             if param_set.residency.state:
                 part = [index for index in part if index not in sparse]
-            new = list[Bucket]()
+            new = list[Bucket[Any]]()
             for is_cut in (True, False):
                 work = None if is_cut else work_of(type(self.slices.optimizer))
                 chosen = [i for i in part if self.slices.may_cut(group_of.get(i)) == is_cut]
@@ -147,10 +148,13 @@ class Dealer:
 
     def undealt(self) -> list[int]:
         """The indices of parameters that are in no bucket yet."""
-        dealt = {index for each in self.sets for bucket in each.buckets for index in bucket.param_indices}
+        layouts = [bucket.layout for each in self.sets for bucket in each.buckets]
+        dealt = {index for layout in layouts for index in layout.param_indices}
         return sorted({index for each in self.sets for index in each.indices} - dealt)
 
-    def _move_state(self, new: Sequence[Bucket], order: Sequence[int], group_of: Mapping[int, int]) -> None:
+    def _move_state(
+        self, new: Sequence[Bucket[Any]], order: Sequence[int], group_of: Mapping[int, int]
+    ) -> None:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""
         slices, state = self.slices, self.slices.optimizer.state
         whole = {each.ranges[0].param_index: each for each in slices.all if each.bucket is None}

@@ -9,7 +9,7 @@ parameter the ranks that used it are counted.
 |---|---|
 | a gradient has arrived | it goes to its bucket (`arrived`) |
 | a bucket's last one has | the bucket is reduced, after those before it (`_reduce_next`) |
-| the backward pass has ended | the round is finished (`finish_round`), unless `waits` is False |
+| the backward pass has ended | the round is finished (`finish_round`), unless `expect` said otherwise |
 | `finish_round` is called | the same, if gradients have come that no round has summed |
 | an optimizer steps | an error, if gradients wait that `finish_round` should have summed |
 | the backward pass has raised | the next pass finishes the round, since other ranks may wait (`recover`) |
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
-from minidist.parallel.flat.buckets import Bucket, Messages
+from minidist.parallel.flat.gradients import Gradients, Messages
 from minidist.parallel.sharding.optimizer.parameter_groups import steps_on
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.whole.dealing import Dealer
@@ -57,17 +57,16 @@ class Reducer:
 
     Attributes:
         syncing: False while gradients only accumulate on this rank.
-        waits: whether a backward pass finishes its round at its end.
-        totals: this rank's numbers that the next round also sums.
-        buckets: None before the first round.
+        buckets: the gradients of each, as they are sent; None before the first round.
     """
 
     def __init__(self, dealer: Dealer, overlap: bool) -> None:
         self._dealer, self.sets, self.overlap = dealer, dealer.sets, overlap
         self.parameters = [*dealer.parameters]
-        self.buckets: list[tuple[ParameterSet, Bucket]] | None = None
-        self.syncing, self.waits = True, True
-        self.totals: Sequence[float | Tensor] = ()
+        self.buckets: list[tuple[ParameterSet, Gradients]] | None = None
+        self.syncing = True
+        self._totals: Sequence[float | Tensor] = ()
+        self._waits = True
         self._came = Came.NOTHING
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
         self._next = 0  # the bucket to be sent next
@@ -93,6 +92,10 @@ class Reducer:
         """Take the hooks off the parameters; their gradients stay as they are."""
         self._removal()
 
+    def expect(self, totals: Sequence[float | Tensor], waits: bool = True) -> None:
+        """Have the next round also sum `totals`. waits: whether a backward pass finishes it at its end."""
+        self._totals, self._waits = totals, waits
+
     # Backward: gradients come, and complete buckets go.
 
     def arrived(self, param_index: int) -> None:
@@ -105,7 +108,7 @@ class Reducer:
                 self._came = Came.UNSENT if self.syncing else Came.KEPT
         elif self._came is not Came.SENDING:
             self._came = Came.SENDING
-            if self.waits:
+            if self._waits:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.buckets is None:
             self._order.setdefault(param_index)
@@ -126,16 +129,16 @@ class Reducer:
         while self._next < len(self.buckets) and not self._lacking[self._next]:
             self._reduce_next(self.buckets, blocking=False)
 
-    def _reduce_next(self, buckets: Sequence[tuple[ParameterSet, Bucket]], blocking: bool) -> None:
+    def _reduce_next(self, buckets: Sequence[tuple[ParameterSet, Gradients]], blocking: bool) -> None:
         """Reduce the next bucket, which is complete. blocking: nothing is left to compute meanwhile."""
-        param_set, bucket = buckets[self._next]
+        param_set, gradients = buckets[self._next]
         self._next += 1
-        if param_set.tail_in_bucket and bucket is param_set.buckets[-1]:
+        if param_set.tail_in_bucket and gradients is param_set.gradients[-1]:
             self._fill_tail(param_set)
         over = param_set.gradient_comm
         if over.hybrid is not None and self._running and not over.waits_in_backward:
             self._running[-1].advance()  # the sum over copies of the bucket before
-        self._running.append(bucket.reduce(blocking=blocking or self._next == len(buckets)))
+        self._running.append(gradients.reduce(blocking=blocking or self._next == len(buckets)))
 
     def _fill_tail(self, param_set: ParameterSet) -> None:
         for index in param_set.indices:
@@ -143,7 +146,7 @@ class Reducer:
                 param_set.unused.append(index)
                 if (grad := self.parameters[index].grad) is not None and grad.is_sparse:
                     self.parameters[index].grad = None  # no optimizer may see its rows
-        param_set.fill_tail(self.totals)
+        param_set.fill_tail(self._totals)
 
     # The end of backward, or a call, finishes the round: launch the rest, wait.
 
@@ -198,18 +201,18 @@ class Reducer:
 
         for param_set in self.sets:
             param_set.summed(self.parameters)
-        self.totals, self.waits, self._next, self._came = (), True, 0, Came.NOTHING
+        self._totals, self._waits, self._next, self._came = (), True, 0, Came.NOTHING
         self._ready, self._rows = bytearray(len(self._ready)), bytearray(len(self._rows))
         self._lacking = [*self._expected]
 
-    def settle(self) -> list[tuple[ParameterSet, Bucket]]:
+    def settle(self) -> list[tuple[ParameterSet, Gradients]]:
         """The buckets. The first call deals the parameters to them, which is a collective."""
         if self.buckets is None:
             self.buckets = self._dealer.first_round(self._order)
             self._number_of = dict.fromkeys(self._set_of, -1)
             last: dict[int, int] = {}  # for each set; its sparse gradients wait for this bucket
-            for number, (param_set, bucket) in enumerate(self.buckets):
-                self._number_of |= dict.fromkeys(bucket.param_indices, number)
+            for number, (param_set, gradients) in enumerate(self.buckets):
+                self._number_of |= dict.fromkeys(gradients.layout.param_indices, number)
                 last[id(param_set)] = number
             for index, param_set in self._set_of.items():
                 if self._number_of[index] < 0:

@@ -33,7 +33,7 @@ from minidist.parallel.sharding.whole.reducer import Reducer
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-class Gradients(Enum):
+class Progress(Enum):
     """How far the gradients of a step have come on this rank."""
 
     OWN = "of this rank's own rows; backward passes may add to them"
@@ -47,9 +47,9 @@ class WholeParameters(Sharded):
     named: gives the parameters with their names, the same on all ranks; called again when they may have
     changed. sets: how they are shared. slices, groups: this rank's part of the optimizer, and its groups of
     whole parameters; none for a loop of data parallelism, which has an optimizer of its own. module: is
-    watched for parameters that are added to its parts. average: gradients become means over the ranks, and
-    not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's buffers of the module to all
-    before each pass that sends gradients.
+    watched for parameters that are added to its parts. group_names: see `Sharded`. average: gradients become
+    means over the ranks, and not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's
+    buffers of the module to all before each pass that sends gradients.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class WholeParameters(Sharded):
         *,
         groups: Sequence[dict[str, Any]] = (),
         module: nn.Module | None = None,
+        group_names: Sequence[Sequence[str]] = (),
         bucket_mb: float = 25,
         overlap: bool = True,
         compression: Compression | None = None,
@@ -68,7 +69,9 @@ class WholeParameters(Sharded):
         broadcast_buffers: bool = False,
     ) -> None:
         super().__init__(sets)
-        self._named, self.groups = named, groups
+        self._named, self.groups, self.group_names = named, groups, group_names
+        if module is not None:
+            self.model = module
         self.slices = OptimizerSlices.none() if slices is None else slices
         self.optimizer = self.slices.optimizer
         self._overlap, self._leaves_grad = overlap, leaves_grad
@@ -79,7 +82,7 @@ class WholeParameters(Sharded):
         self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of, masters=module is not None)
         self.parameters = self._dealer.parameters
         self._is_alone = not self.sharded and all(each.gradient_comm.ranks == 1 for each in self.sets)
-        self.gradients_are = Gradients.OWN
+        self.gradients_are = Progress.OWN
         self.replaced = False  # another object has taken the same parameters
         self.reducer: Reducer | None = None  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
@@ -146,7 +149,7 @@ class WholeParameters(Sharded):
     def follow_changes(self) -> None:
         """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
         for bucket in self.value_buckets():
-            bucket.refuse_reassigned()
+            bucket.values.refuse_reassigned()
         if not self.sharded and self._trained_now() != self._trained:
             refuse_added(self._named(), self._known)
             self.reattach()
@@ -169,7 +172,7 @@ class WholeParameters(Sharded):
     # Buckets.
 
     @property
-    def buckets(self) -> list[Bucket]:  # type: ignore[override]
+    def buckets(self) -> list[Bucket[Any]]:  # type: ignore[override]
         """The buckets of all sets."""
         return [bucket for each in self.sets for bucket in each.buckets]
 
@@ -239,7 +242,7 @@ class WholeParameters(Sharded):
         """
         super().begin_final_backward(weight, loss_sum, waits)
         if self.reducer is not None:
-            self.reducer.totals, self.reducer.waits = (weight, loss_sum, 1.0), waits
+            self.reducer.expect((weight, loss_sum, 1.0), waits)
 
     def synchronize(self) -> tuple[float, float]:
         """Sum the gradients; returns the totals, summed over the ranks.
@@ -270,13 +273,13 @@ class WholeParameters(Sharded):
             self.reducer.finish_round()
             is_counted, first = of_all_passes and not self.residency.gradients, self.sets[0]
             while is_counted and first.sums[2] < first.gradient_comm.ranks:
-                self.reducer.totals = (0.0, 0.0, 1.0)
+                self.reducer.expect((0.0, 0.0, 1.0))
                 self.reducer.finish_round()
-        self.gradients_are = Gradients.SUMMED
+        self.gradients_are = Progress.SUMMED
 
     def complete(self) -> None:
         """Sum the gradients and give the slices their part, unless that is done. A collective."""
-        if self.gradients_are is Gradients.OWN:
+        if self.gradients_are is Progress.OWN:
             self.sum_over_ranks()
         elif self.reducer is not None and self.reducer.pending:
             raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
@@ -284,12 +287,12 @@ class WholeParameters(Sharded):
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of the sums, which the slices get now if they have not."""
-        if self.gradients_are is Gradients.SUMMED:
+        if self.gradients_are is Progress.SUMMED:
             users: dict[int, float] = {}
             for param_set in self.sets if self.sharded else ():
                 users.update(zip(param_set.indices, param_set.users.tolist(), strict=True))
             self.slices.give_gradients(users)
-            self.gradients_are = Gradients.GIVEN
+            self.gradients_are = Progress.GIVEN
         return self.slices.gradients()
 
     def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -297,7 +300,7 @@ class WholeParameters(Sharded):
 
         def use_gradients() -> None:
             self.complete()
-            self.gradients_are = Gradients.OWN
+            self.gradients_are = Progress.OWN
 
         loss = self.slices.update(use_gradients, self.publish, closure, **options)
         self.slices.drop_gradients()
@@ -315,7 +318,7 @@ class WholeParameters(Sharded):
 
     def forget_sums(self) -> None:
         """Forget the sums of a step's gradients."""
-        self.gradients_are = Gradients.OWN
+        self.gradients_are = Progress.OWN
         self.slices.drop_gradients()
         if self.sharded and self.reducer is not None:
             self.reducer.recover()
@@ -324,30 +327,26 @@ class WholeParameters(Sharded):
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the gradients; with `kept` also what compression has kept back of them."""
-        exact = not kept and self.slices.master is not None  # in the masters' precision
-        if not exact:
-            for param_set in self.sets if not self.sharded else ():
-                param_set.rescale(factor, kept)
-            for parameter in self._all if self.reducer is None else ():  # which are in no bucket
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-            if self.gradients_are is Gradients.GIVEN:
-                self.slices.give_whole_gradients()  # masters take theirs anew
-        if exact or self.sharded:
-            self.gradients()
-        given = [each.tensor.grad for each in self.slices.all if exact or each.bucket is not None]
-        for gradient in given:
-            if gradient is not None:
+        if self.sharded or (self.slices.master is not None and not kept):
+            for gradient in self.gradients():  # shares (ZeRO 1 and 2), or those of the masters
                 gradient.mul_(factor)
+            return
+        for param_set in self.sets if self.reducer is not None else ():  # data parallelism
+            param_set.rescale(factor, kept)
+        for parameter in self._all if self.reducer is None else ():  # this rank is alone
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        if self.gradients_are is Progress.GIVEN:
+            self.slices.give_whole_gradients()  # masters take theirs anew
 
     def publish(self) -> None:
         """Write masters, rounded, into the parameters; all-gather the buckets, if a rank has shares."""
         self.slices.round_masters()
         buckets = self.value_buckets()
         for bucket in buckets:  # launch
-            bucket.gather(blocking=bucket is buckets[-1])
+            bucket.values.gather(blocking=bucket is buckets[-1])
         for bucket in buckets:  # wait
-            bucket.wait()
+            bucket.values.wait()
 
     def resident(self) -> list[Tensor]:
         """The parameters, whole."""
@@ -364,7 +363,7 @@ class WholeParameters(Sharded):
         """
         if self.reducer is not None and self.reducer.buckets is None:
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
-        sent = sum(bucket.gather_bytes() for bucket in self.value_buckets())
+        sent = sum(bucket.layout.gather_bytes() for bucket in self.value_buckets())
         if self.reducer is not None:
             sent += self.residency.reductions(passes) * sum(each.bytes_sent() for each in self.sets)
         return sent

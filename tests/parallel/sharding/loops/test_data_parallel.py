@@ -258,11 +258,11 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
         model.synchronize()
     buckets = model.shared.buckets
     storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
-    assert storages == {bucket.gradients.untyped_storage().data_ptr() for bucket in buckets}
+    assert storages == {bucket.gradients.flat.untyped_storage().data_ptr() for bucket in buckets}
     assert len(storages) == 1
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters == 6 * (50 * 50 + 50)
-    assert sum(b.gradients.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
+    assert sum(b.gradients.flat.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
 
 
 class Recomputing(nn.Module):

@@ -20,7 +20,7 @@ from minidist.model import GPT, config
 from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.sharding.optimizer import memory_source as shard_offload
 from minidist.parallel.sharding.share_model import share_model
-from minidist.parallel.sharding.units import collective_order, cut_into_units
+from minidist.parallel.sharding.units import collective_order, cut_into_units, sharded_parameters
 from minidist.parallel.sharding.units import units as shard_units
 from tests.conftest import Clusters
 from tests.helpers import contract
@@ -180,7 +180,7 @@ def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
                 nn.functional.cross_entropy(sharded(x), y).backward()
             except ArithmeticError:
                 if failing.fail == "forward":
-                    held += sum(b.values.untyped_storage().nbytes() for b in sharded.shared.buckets)
+                    held += sum(b.values.flat.untyped_storage().nbytes() for b in sharded.shared.buckets)
                 if reads:  # as a script that saves its model before it ends
                     torch.testing.assert_close(sharded.state_dict(), before, rtol=0, atol=0)
                 continue
@@ -206,7 +206,7 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(ahead: bool) -> None
     gathered: list[int] = []
 
     def now(*_: Any) -> None:
-        gathered.append(sum(bucket.values.untyped_storage().nbytes() for bucket in buckets))
+        gathered.append(sum(bucket.values.flat.untyped_storage().nbytes() for bucket in buckets))
 
     for part in units[0].module.modules():
         part.register_forward_hook(now)
@@ -220,7 +220,7 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(ahead: bool) -> None
         strategy.update()
     gc.collect()
     held = strategy.held()
-    unit = max(bucket.length for bucket in buckets) * 4
+    unit = max(bucket.layout.length for bucket in buckets) * 4
     whole = 4 * sum(p.numel() for p in units[0].module.parameters())
     assert storage_bytes(held.parameters) == pytest.approx(whole / 4, rel=0.01)
     # And the buffers to reduce in.
@@ -231,12 +231,21 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(ahead: bool) -> None
 
 @on_ranks(2, 4)
 def test_a_model_made_on_meta_is_never_whole() -> None:
-    with Live() as live:
+    more = []
+
+    def built(*arguments: Any) -> Any:
+        units = cut_into_units.build(*arguments)
+        more.append(live.most - live.now)
+        return units
+
+    with Live() as live, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_parameters, "build", built)
         sharded = md.FullyShard(GPT(WIDE, seed=5, device="meta"), torch.optim.SGD)
     same(sharded.state_dict(), GPT(WIDE, seed=5).state_dict())
-    unit = max(4 * bucket.length for bucket in sharded.shared.buckets)
+    unit = max(4 * bucket.layout.length for bucket in sharded.shared.buckets)
     # The unit's parameters and their flat tensor, the values of one as they are drawn, in float64.
-    assert unit < live.most - live.now < 3 * unit
+    assert unit < more[0] < 3 * unit
+    assert live.most - live.now < 3 * unit
 
 
 class Head(nn.Module):
@@ -315,7 +324,7 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
         trained = contract.steps(engine, batches[:3] if first else batches[3:])
         if first:
             md.save(engine, str(tmp_path / "saved"))
-        sums = [bucket.reduced.untyped_storage().data_ptr() for bucket in parallel.buckets]
+        sums = [bucket.gradients.reduced.untyped_storage().data_ptr() for bucket in parallel.buckets]
         on_disk = all(address in mapped for address in sums)
         return trained, moved, on_disk
 

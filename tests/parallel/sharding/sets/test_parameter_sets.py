@@ -12,7 +12,7 @@ from torch import nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.contract.residency import ROWS
-from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.share_model import share_model
 from tests.conftest import Clusters

@@ -1,0 +1,62 @@
+"""Ranks that have to pass the same rows are told if they do not: in the first step, rehearsed or not."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import minidist as md
+from minidist.comm.ledgers import held_back
+from minidist.parallel.engine import same_rows
+from tests.helpers.on_ranks import on_ranks
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+SAYS = r"^ranks 0 and 1 were given different rows.*pick them by engine\.data_rank"
+
+
+class Chain(nn.Module):
+    """Layers that tp can cut and that a pipeline can cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x)
+
+
+def engine_of(layout: str, rehearse: bool) -> md.Engine:
+    plan = {"layers.0": "column", "layers.2": "row"} if layout == "tp=2" else None
+    parsed = md.Layout.parse(layout)
+    return md.prepare(Chain(), SGD, parsed, functional.mse_loss, plan=plan, rehearse=rehearse)
+
+
+@on_ranks(2, layout=["pp=2", "tp=2"], rehearse=[True, False], differs=["inputs", "targets", "rows"])
+def test_other_rows_are_refused_in_the_first_step(layout: str, rehearse: bool, differs: str) -> None:
+    engine, other = engine_of(layout, rehearse), md.rank()
+    x, y = torch.randn(2, 4 + other * (differs == "rows"), 8, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(ValueError, match=SAYS):
+        engine.step(x + other * (differs == "inputs"), y + other * (differs == "targets"))
+    assert engine.step(x[:4] * 0, y[:4] * 0) >= 0  # and training goes on with the same ones
+
+
+@on_ranks(2, layout=["pp=2", "dp=2"])
+def test_it_costs_a_settled_step_nothing_and_data_ranks_pass_rows_of_their_own(layout: str) -> None:
+    engine, asked = engine_of(layout, rehearse=False), list[int]()
+    x, y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)) + (layout == "dp=2") * md.rank()
+
+    def counted() -> Any:
+        asked.append(step)
+        return held_back()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(same_rows, "held_back", counted)
+        for step in range(4):  # noqa: B007 (`counted` uses it)
+            engine.step(x, y)
+    assert asked == ([0] if layout == "pp=2" else [])
