@@ -3,7 +3,8 @@
 All gradients are one vector. If it is longer than `max_norm` it is shortened to that length, and keeps its
 direction. The norm covers all ranks: if each holds a share of the gradients, they add up their sums of
 squares, which is one number. An engine clips in its step (engine/training_step.py), and the classes for loops
-in `Sharded.clip_grad_norm` (sharding/sharded.py).
+in `Sharded.clip_grad_norm` (sharding/sharded.py). Which ranks' elements count, so that each counts once, is
+decided in `TensorMap.norm` (engine/tensor_map.py) where tp or pp cut the model, and else in `Sharded.norm`.
 
 Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", section 3.2.
 """
