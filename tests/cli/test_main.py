@@ -21,6 +21,7 @@ from minidist.cli import commands
 from minidist.comm.errors import RankError
 from tests.helpers import measured, warm_python
 from tests.helpers.clocks import HANG, until
+from tests.helpers.fresh_python import output_of
 
 COMMAND = [sys.executable, "-c", "from minidist.cli.commands import main; main()"]
 
@@ -56,10 +57,9 @@ def test_help_and_a_plan_import_nothing_heavy(words):
         "    heavy = {'torch', 'numpy', 'numba', 'matplotlib', 'pytest', 'sklearn'} & set(sys.modules)\n"
         "    sys.exit(end.code or sorted(heavy) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    out = output_of(program)
     told = ("train", "compare", "bench", "report", "plan", "lessons", "doctor")
-    assert all(name in done.stdout for name in told) or words is PLAN
+    assert all(name in out for name in told) or words is PLAN
 
 
 COMMANDS = "train compare trace bench report plan dryrun mistakes judge lessons doctor"
@@ -118,6 +118,10 @@ def test_the_version_is_the_packages(run):
         (["train", "--layout", "tp=2,cp=0"], "cp is 0; give at least 1"),
         (["train", "--layout", "cp=2"], "cp is 2 in the layout, and the mlp has no attention; leave it out"),
         (["train", "--batch", "1438"], "batch is 1438, and digits has 1437 rows; give at most so many"),
+        (["compare", "--a", "dp=1"], "--b"),
+        (["compare", "--a", "dp=1", "--b", "dq=2"], "'dp'"),
+        (["compare", "--a", "dp=1", "--b", "dp=2", "--model", "byte-tinny"], "'byte-tiny'"),
+        (["compare", "--a", "dp=1", "--b", "dp=9"], "9 data-parallel ranks"),
         (["bench", "lunch"], "'launch'"),
         (["report", "--results", "/no/such/folder"], "minidist bench"),
         (["doctor", "--jsn"], "--json"),

@@ -52,10 +52,7 @@ def test_a_layer_built_alone_has_the_weights_of_the_whole(index):
     whole = GPT(TINY, seed=5)
     torch.rand(7)  # another rank has used its global state otherwise
     (alone,) = gpt_layers(TINY, index, index + 1, seed=5)
-    expected = whole.layers[index].state_dict()
-    assert alone.state_dict().keys() == expected.keys()
-    for name, value in alone.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    torch.testing.assert_close(alone.state_dict(), whole.layers[index].state_dict(), rtol=0, atol=0)
 
 
 def test_stages_in_a_chain_compute_what_the_whole_does():
@@ -164,10 +161,8 @@ def test_an_mlp_has_the_same_weights_on_any_linear():
     before = torch.random.get_rng_state()
     ours, theirs = MLP(linear=Transposed, dtype=torch.float64), MLP(dtype=torch.float64)
     assert torch.equal(torch.random.get_rng_state(), before)
-    expected = dict(theirs.named_parameters())
-    assert dict(ours.named_parameters()).keys() == expected.keys()
-    for name, weight in ours.named_parameters():
-        assert torch.equal(weight, expected[name]), name
+    named, expected = (dict(each.named_parameters()) for each in (ours, theirs))
+    torch.testing.assert_close(named, expected, rtol=0, atol=0)
     x = torch.randn(13, 64, dtype=torch.float64)
     torch.testing.assert_close(ours(x), theirs(x))
 
