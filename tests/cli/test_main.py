@@ -11,14 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import minidist as md
 from minidist import benchmarks, cli
 from minidist.benchmarks.harness import results
-from minidist.cli import commands
-from minidist.comm.errors import RankError
+from minidist.cli import commands, train
+from minidist.comm.errors import RankCountError, RankError
 from tests.helpers import measured, warm_python
 from tests.helpers.clocks import HANG, until
 from tests.helpers.fresh_python import output_of
@@ -136,20 +137,9 @@ def test_bad_input_is_one_line_that_helps(run, words, told):
     assert out == ""
 
 
-def fail(monkeypatch, error):
-    import minidist.cli.train
-
-    def failing(*_, **__):
-        raise error
-
-    monkeypatch.setattr(minidist.cli.train, "run", failing)
-
-
 def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(run, monkeypatch):
-    fail(
-        monkeypatch,
-        RankError("rank 1 failed:\nValueError: no", rank=1, traceback="Traceback of rank 1\n  line 7"),
-    )
+    error = RankError("rank 1 failed:\nValueError: no", rank=1, traceback="Traceback of rank 1\n  line 7")
+    monkeypatch.setattr(train, "run", Mock(side_effect=error))
     code, _, err = run("train")
     assert code == 1
     assert one_line(err) == "minidist: rank 1 failed: ValueError: no\n"
@@ -169,7 +159,7 @@ def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(run, monkeyp
     ],
 )
 def test_what_goes_wrong_underway(run, monkeypatch, error, code, told):
-    fail(monkeypatch, error)
+    monkeypatch.setattr(train, "run", Mock(side_effect=error))
     found, _, err = run("train")
     assert found == code
     assert told in one_line(err)
@@ -203,10 +193,8 @@ def test_train_says_what_it_learned(run):
     ],
 )
 def test_train_says_where_it_went_on(run, monkeypatch, before, told):
-    import minidist.cli.train
-
-    result = minidist.cli.train.TrainResult([1.0, 0.5, 0.25], 0.3, 0.9, 10, 2.0, 5.0, 0, resumed_at=before)
-    monkeypatch.setattr(minidist.cli.train, "run", lambda *_, **__: result)
+    result = train.TrainResult([1.0, 0.5, 0.25], 0.3, 0.9, 10, 2.0, 5.0, 0, resumed_at=before)
+    monkeypatch.setattr(train, "run", lambda *_, **__: result)
     words = ("train", "--steps", "3", "--save", "some/folder")
     assert run(*words)[:2] == (
         0,
@@ -230,8 +218,6 @@ def test_a_batch_larger_than_the_bytes_is_refused(run):
 
 
 def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):
-    from minidist.cli import train
-
     monkeypatch.setenv("RANK", "1")
     code, out, _ = run("train", "--steps", "1")  # a variable that was left in a shell
     assert (code, bool(out)) == (0, True)
@@ -250,13 +236,8 @@ def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("rank", "says"), [("0", "started 2 ranks"), ("1", "")])
 def test_a_wrong_number_of_ranks_is_said_once(run, monkeypatch, rank, says):
-    from minidist.cli import train
-    from minidist.comm.errors import RankCountError
-
-    def refuse(*given, **options):
-        raise RankCountError("torchrun started 2 ranks and the program asks for 4; make them equal")
-
-    monkeypatch.setattr(train, "run", refuse)
+    error = RankCountError("torchrun started 2 ranks and the program asks for 4; make them equal")
+    monkeypatch.setattr(train, "run", Mock(side_effect=error))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     monkeypatch.setenv("RANK", rank)
     code, out, err = run("train", "--layout", "dp=4", "--steps", "1")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from minidist.cli import train
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
 from minidist.parallel.debugging.compare import Comparison, differences
 from minidist.parallel.debugging.recording import Recording, distance, record
@@ -448,12 +449,10 @@ def test_mistakes_are_refused() -> None:
 def test_the_command_compares_two_layouts(
     run: Run, monkeypatch: pytest.MonkeyPatch, cluster_of: Clusters
 ) -> None:
-    import minidist.cli.train
-
     def on_warm_ranks(fn: Any, ranks: int, args: tuple[Any, ...], timeout: float | None) -> Any:
         return cluster_of(ranks).run(fn, *args)
 
-    monkeypatch.setattr(minidist.cli.train, "launch", on_warm_ranks)
+    monkeypatch.setattr(train, "launch", on_warm_ranks)
     words = ["compare", "--model", "mlp", "--a", "dp=1", "--b", "dp=2,zero=1", "--json"]
     code, out, _ = run(*words)
     assert code == 0
@@ -464,15 +463,13 @@ def test_the_command_compares_two_layouts(
 
 
 def test_the_command_exits_with_1_where_layouts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import minidist.cli.train
-
     def run_here(fn: Any, ranks: int, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
         config = replace(args[0], layout=md.Layout())
         if args[0].layout.zero == 1:
             config = replace(config, learning_rate=0.2)  # as if the update were twice as long
         return [fn(config)]
 
-    monkeypatch.setattr(minidist.cli.train, "launch", run_here)
+    monkeypatch.setattr(train, "launch", run_here)
     code, out, _ = run("compare", "--model", "mlp", "--a", "dp=1", "--b", "dp=2,zero=1")
     assert code == 1
     assert "First layers.1: the update of layers.1.linear.weight differs in step 1, by 0.5 of" in out
