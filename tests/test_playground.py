@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from minidist.parallel import schedules
 from tests.helpers import memory_requests
 from tests.helpers.clocks import HANG
+from tests.helpers.fresh_python import output_of
 from tests.helpers.quiet_pages import quiet_page
 from tests.helpers.schedule_requests import cases, library, rounded, written
 
@@ -81,9 +81,7 @@ def test_a_word_that_is_no_instruction_is_named(playground: Any) -> None:
 
 def test_answers_need_neither_torch_nor_numpy() -> None:
     program = "import sys, playground, playground_memory; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "docs")])
-    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, timeout=60)
-    assert done.returncode == 0
+    output_of(program, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "docs")]))
 
 
 def test_without_the_npm_package_the_page_says_so() -> None:

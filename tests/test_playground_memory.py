@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from typer.testing import CliRunner
 
 from minidist.cli.commands import app
 from minidist.parallel.contract.layout import Layout
-from tests.helpers.clocks import HANG
+from tests.helpers.fresh_python import output_of
 from tests.helpers.memory_requests import cases, library
 
 ROOT = Path(__file__).parent.parent
@@ -30,24 +28,16 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import playground_memory
 print(playground_memory.choices())
-for line in sys.stdin:
-    print(playground_memory.answer(line))
+for request in sys.argv[1:]:
+    print(playground_memory.answer(request))
 """
 
 
 def bare(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The choices, then the answers, of a Python that has neither torch nor NumPy."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "docs")])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input="\n".join(map(json.dumps, requests)),
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    answers = output_of(PROGRAM, *map(json.dumps, requests), PYTHONPATH=path)
+    return [json.loads(line) for line in answers.splitlines()]
 
 
 def test_answers_equal_the_library() -> None:

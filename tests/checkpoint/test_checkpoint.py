@@ -114,8 +114,7 @@ def check_same_layout(cluster_of: Clusters, folder: Path, case: contract.Case, l
     for (losses, weights, _), (later, again, extra) in zip(whole, rest, strict=True):
         assert extra == {"losses": losses[:STOP]}
         assert later == losses[STOP:]
-        for key, value in weights.items():
-            assert torch.equal(value, again[key]), key
+        torch.testing.assert_close(again, weights, rtol=0, atol=0)
 
 
 class Backwards(nn.Module):
@@ -256,8 +255,7 @@ def export_and_watch(layout: md.Layout, path: Path) -> tuple[dict[str, Tensor], 
         fingerprint = train._fingerprint(engine.whole())
     assert fingerprint == train._fingerprint(engine.whole())
     state = engine.full_state_dict()
-    for name, value in engine.whole():
-        assert torch.equal(state[name], value), name
+    torch.testing.assert_close(dict(engine.whole()), state, rtol=0, atol=0)
     return state, [*engine.model.state_dict()], most
 
 
@@ -268,8 +266,7 @@ def test_an_export_gathers_one_unit_at_a_time(cluster_of: Clusters, tmp_path: Pa
     exported = torch.load(path, weights_only=True)
     assert [*exported] == names
     assert most == (zero == 3)
-    for name, value in state.items():
-        assert torch.equal(value, exported[name]), name
+    torch.testing.assert_close(exported, state, rtol=0, atol=0)
 
 
 def check_other_layout(

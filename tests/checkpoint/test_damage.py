@@ -243,11 +243,6 @@ class Renamed(nn.Module):
             torch.optim.SGD,
             "of another optimizer: it was saved with AdamW, and is loaded with SGD; give",
         ),
-        (
-            None,
-            torch.optim.Adam,
-            "of another optimizer: it was saved with AdamW, and is loaded with Adam; give",
-        ),
     ],
 )
 def test_another_model_is_refused_and_nothing_changed(

@@ -11,16 +11,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import minidist as md
 from minidist import benchmarks, cli
 from minidist.benchmarks.harness import results
-from minidist.cli import commands
-from minidist.comm.errors import RankError
+from minidist.cli import commands, train
+from minidist.comm.errors import RankCountError, RankError
 from tests.helpers import measured, warm_python
 from tests.helpers.clocks import HANG, until
+from tests.helpers.fresh_python import output_of
 
 COMMAND = [sys.executable, "-c", "from minidist.cli.commands import main; main()"]
 
@@ -56,10 +58,9 @@ def test_help_and_a_plan_import_nothing_heavy(words):
         "    heavy = {'torch', 'numpy', 'numba', 'matplotlib', 'pytest', 'sklearn'} & set(sys.modules)\n"
         "    sys.exit(end.code or sorted(heavy) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    out = output_of(program)
     told = ("train", "compare", "bench", "report", "plan", "lessons", "doctor")
-    assert all(name in done.stdout for name in told) or words is PLAN
+    assert all(name in out for name in told) or words is PLAN
 
 
 COMMANDS = "train compare trace bench report plan dryrun mistakes judge lessons doctor"
@@ -118,6 +119,10 @@ def test_the_version_is_the_packages(run):
         (["train", "--layout", "tp=2,cp=0"], "cp is 0; give at least 1"),
         (["train", "--layout", "cp=2"], "cp is 2 in the layout, and the mlp has no attention; leave it out"),
         (["train", "--batch", "1438"], "batch is 1438, and digits has 1437 rows; give at most so many"),
+        (["compare", "--a", "dp=1"], "--b"),
+        (["compare", "--a", "dp=1", "--b", "dq=2"], "'dp'"),
+        (["compare", "--a", "dp=1", "--b", "dp=2", "--model", "byte-tinny"], "'byte-tiny'"),
+        (["compare", "--a", "dp=1", "--b", "dp=9"], "9 data-parallel ranks"),
         (["bench", "lunch"], "'launch'"),
         (["report", "--results", "/no/such/folder"], "minidist bench"),
         (["doctor", "--jsn"], "--json"),
@@ -132,20 +137,9 @@ def test_bad_input_is_one_line_that_helps(run, words, told):
     assert out == ""
 
 
-def fail(monkeypatch, error):
-    import minidist.cli.train
-
-    def failing(*_, **__):
-        raise error
-
-    monkeypatch.setattr(minidist.cli.train, "run", failing)
-
-
 def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(run, monkeypatch):
-    fail(
-        monkeypatch,
-        RankError("rank 1 failed:\nValueError: no", rank=1, traceback="Traceback of rank 1\n  line 7"),
-    )
+    error = RankError("rank 1 failed:\nValueError: no", rank=1, traceback="Traceback of rank 1\n  line 7")
+    monkeypatch.setattr(train, "run", Mock(side_effect=error))
     code, _, err = run("train")
     assert code == 1
     assert one_line(err) == "minidist: rank 1 failed: ValueError: no\n"
@@ -165,7 +159,7 @@ def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(run, monkeyp
     ],
 )
 def test_what_goes_wrong_underway(run, monkeypatch, error, code, told):
-    fail(monkeypatch, error)
+    monkeypatch.setattr(train, "run", Mock(side_effect=error))
     found, _, err = run("train")
     assert found == code
     assert told in one_line(err)
@@ -199,10 +193,8 @@ def test_train_says_what_it_learned(run):
     ],
 )
 def test_train_says_where_it_went_on(run, monkeypatch, before, told):
-    import minidist.cli.train
-
-    result = minidist.cli.train.TrainResult([1.0, 0.5, 0.25], 0.3, 0.9, 10, 2.0, 5.0, 0, resumed_at=before)
-    monkeypatch.setattr(minidist.cli.train, "run", lambda *_, **__: result)
+    result = train.TrainResult([1.0, 0.5, 0.25], 0.3, 0.9, 10, 2.0, 5.0, 0, resumed_at=before)
+    monkeypatch.setattr(train, "run", lambda *_, **__: result)
     words = ("train", "--steps", "3", "--save", "some/folder")
     assert run(*words)[:2] == (
         0,
@@ -226,8 +218,6 @@ def test_a_batch_larger_than_the_bytes_is_refused(run):
 
 
 def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):
-    from minidist.cli import train
-
     monkeypatch.setenv("RANK", "1")
     code, out, _ = run("train", "--steps", "1")  # a variable that was left in a shell
     assert (code, bool(out)) == (0, True)
@@ -246,13 +236,8 @@ def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("rank", "says"), [("0", "started 2 ranks"), ("1", "")])
 def test_a_wrong_number_of_ranks_is_said_once(run, monkeypatch, rank, says):
-    from minidist.cli import train
-    from minidist.comm.errors import RankCountError
-
-    def refuse(*given, **options):
-        raise RankCountError("torchrun started 2 ranks and the program asks for 4; make them equal")
-
-    monkeypatch.setattr(train, "run", refuse)
+    error = RankCountError("torchrun started 2 ranks and the program asks for 4; make them equal")
+    monkeypatch.setattr(train, "run", Mock(side_effect=error))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     monkeypatch.setenv("RANK", rank)
     code, out, err = run("train", "--layout", "dp=4", "--steps", "1")

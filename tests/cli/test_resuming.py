@@ -11,7 +11,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tests.helpers.refusals import refused_on_ranks
 
 HERE = Path(__file__).parent.parent
 CONFIG = TrainConfig(steps=14, batch=13, save_every=3, layout=md.Layout(dp=2))
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def alone(config: TrainConfig) -> TrainResult:
@@ -60,10 +61,8 @@ def torchrun(ranks: int, restarts: int, arguments: list[str], **environment: str
     process = warm_python.Popen(
         [*command, *arguments],
         env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
+        **PIPES,
     )
     try:
         yield process
@@ -98,8 +97,7 @@ def check_kills(
         assert losses == expected.losses
         assert test_loss == expected.test_loss
         one, other = (state_dict(checkpoints(str(each.save))[0]) for each in (config, again))
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.deep
@@ -195,13 +193,13 @@ def test_sgd_of_an_older_version_is_sgd_with_momentum(
 
 
 def signalled(
-    process: Any, config: TrainConfig, number: signal.Signals, everyone: bool = False
+    process: Any, when: Callable[[], Any], number: signal.Signals, everyone: bool = False
 ) -> tuple[str, str]:
-    """Send a signal once there is a checkpoint; return what the command printed, once its ranks are gone.
+    """Send a signal once `when()` is true; return what the command printed, once its ranks are gone.
 
     everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`.
     """
-    assert until(lambda: checkpoints(str(config.save)) or process.poll() is not None)
+    assert until(lambda: when() or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     others = descendants(process.pid)
     for each in (process.pid, *(others if everyone else ())):
@@ -292,11 +290,8 @@ def test_a_stopped_command_goes_on_where_it_was(
     cluster_of: Clusters, tmp_path: Path, number: signal.Signals, everyone: bool
 ) -> None:
     config = replace(CONFIG, steps=10**6, save=str(tmp_path / "stopped"), save_every=5)
-    command = [sys.executable, "-m", "minidist"]
-    process = warm_python.Popen(
-        [*command, *words(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    out, err = signalled(process, config, number, everyone)
+    process = warm_python.Popen([sys.executable, "-m", "minidist", *words(config)], **PIPES)
+    out, err = signalled(process, lambda: checkpoints(str(config.save)), number, everyone)
     if number == signal.SIGTERM:
         assert process.returncode == 143, err
         check_stopped(cluster_of(2), config, out)
@@ -304,31 +299,21 @@ def test_a_stopped_command_goes_on_where_it_was(
         assert process.returncode == (130 if number == signal.SIGINT else -number)
         step = int(checkpoints(tmp_path / "stopped")[0].name[5:])
         assert number != signal.SIGINT or f"stopped; step {step} is saved in" in err
-        check_resumed(cluster_of(2), config, int(checkpoints(tmp_path / "stopped")[0].name[5:]))
+        check_resumed(cluster_of(2), config, step)
 
 
 @pytest.mark.parametrize("everyone", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: bool) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "minidist", *words(replace(CONFIG, save=str(tmp_path / "stopped")))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert until(lambda: descendants(process.pid) or process.poll() is not None)
-    assert process.poll() is None
-    others = descendants(process.pid)
-    for each in [*others, process.pid] if everyone else [process.pid]:
-        os.kill(each, signal.SIGTERM)
-    out, err = process.communicate(timeout=HANG)
+    given = words(replace(CONFIG, save=str(tmp_path / "stopped")))
+    process = subprocess.Popen([sys.executable, "-m", "minidist", *given], **PIPES)
+    out, err = signalled(process, lambda: descendants(process.pid), signal.SIGTERM, everyone)
     assert (process.returncode, out) == (143, "")
     assert err == "minidist: stopped by SIGTERM before training began; the same command starts it\n"
-    wait_until_gone(others)
 
 
 @pytest.mark.faults
 def test_torchrun_that_is_terminated_saves(cluster_of: Clusters, tmp_path: Path) -> None:
     config = replace(CONFIG, steps=10**6, save=str(tmp_path / "stopped"), save_every=5)
     with torchrun(2, 0, ["-m", "minidist", *words(config)]) as process:
-        out, _ = signalled(process, config, signal.SIGTERM)
+        out, _ = signalled(process, lambda: checkpoints(str(config.save)), signal.SIGTERM)
     check_stopped(cluster_of(2), config, out[out.index("{") :])

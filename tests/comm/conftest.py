@@ -1,4 +1,4 @@
-"""Clusters whose collectives in shared memory take small steps."""
+"""Clusters whose collectives in shared memory take small steps, and two hosts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import pytest
 
 import minidist as md
 from minidist import comm
+from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts
 from minidist.comm import work
 from minidist.comm.transport import shared_memory
 from tests.conftest import Clusters
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    with TwoHosts() as made:
+        yield made
 
 
 @pytest.fixture

@@ -117,18 +117,24 @@ def test_sruns_ranks_meet_on_the_first_node(
     assert adopted()["MASTER_ADDR"] == address
 
 
+OF_TWO = {"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "text"),
+    ("variables", "text"),
     [
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2", "mpirun started rank 2 of 4, 2 of them on this machine, and MAS"),
-        ("RANK", "0", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),  # what is set by hand leads
-        ("OMPI_COMM_WORLD_SIZE", "four", "OMPI_COMM_WORLD_SIZE is 'four'; it has to be a whole number"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "rank 2 of 4, 2 of them on this machine, and MAS"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"}, "SIZE is 'four'; it has to be a whole number"),
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+        ({**OPEN_MPI, "RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),  # set by hand, it leads
+        ({**OF_TWO, "RANK": "x"}, "RANK is 'x'"),
+        ({**OF_TWO, "RANK": "2"}, "RANK is 2 and WORLD_SIZE 2"),
     ],
 )
 def test_a_missing_or_wrong_variable_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], text: str
 ) -> None:
-    set_all(monkeypatch, {**OPEN_MPI, name: value})
+    set_all(monkeypatch, variables)
     with pytest.raises(ValueError, match=text):
         md.init()
 

@@ -116,25 +116,6 @@ def test_a_rank_whose_world_never_comes_gives_up(monkeypatch: pytest.MonkeyPatch
         md.init(timeout=1)
 
 
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK is 'x'"),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
-            "RANK is 2 and WORLD_SIZE 2",
-        ),
-    ],
-)
-def test_a_world_that_makes_no_sense(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], text: str
-) -> None:
-    describe(monkeypatch, **variables)
-    with pytest.raises(ValueError, match=text):
-        md.init()
-
-
 def test_a_time_limit_has_to_be_positive() -> None:
     with pytest.raises(ValueError, match="timeout is 0"):
         md.init(timeout=0)

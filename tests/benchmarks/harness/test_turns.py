@@ -8,6 +8,7 @@ import pytest
 from minidist.benchmarks.harness import turns
 from minidist.benchmarks.harness.turns import REPLAY, compare, compared, quartiles, record
 from tests.helpers.clocks import Clock
+from tests.helpers.refusals import refuses
 
 
 class FakeBenchmark:
@@ -149,20 +150,14 @@ def test_a_pause_before_each_turn_is_not_counted(monkeypatch):
     assert calls.count("ours") == 2 + 3 * 2  # two to see how long it takes; a turn has one uncounted
 
 
-def test_record_finds_a_benchmark_that_times_the_replay():
-    with pytest.raises(RuntimeError, match="compared"):
-        record(FakeBenchmark(timer=Clock().perf_counter), [0.2, 0.3])
-
-
-def test_record_wants_a_round():
-    with pytest.raises(ValueError, match="at least one round"):
-        record(FakeBenchmark(), [])
-
-
-@pytest.mark.parametrize(("ours", "peer"), [([1.0], []), ([1.0], [1.0, 2.0]), ([], [])])
-def test_turns_come_in_pairs(ours, peer):
-    with pytest.raises(ValueError, match="equally many"):
-        compare(ours, peer, "peer")
+test_what_is_no_measurement_is_refused = refuses(
+    lambda call: call(),
+    (lambda: record(FakeBenchmark(timer=Clock().perf_counter), [0.2, 0.3]), RuntimeError, "compared"),
+    (lambda: record(FakeBenchmark(), []), "at least one round"),
+    (lambda: compare([1.0], [], "peer"), "equally many"),
+    (lambda: compare([1.0], [1.0, 2.0], "peer"), "equally many"),
+    (lambda: compare([], [], "peer"), "equally many"),
+)
 
 
 def test_quartiles():

@@ -7,6 +7,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,8 @@ from tests.helpers.refusals import error_of
 @pytest.fixture(scope="module")
 def checked() -> Iterator[Clusters]:
     """`checked(n)`: a warm cluster of n ranks that compare their calls."""
-    clusters: dict[int, md.Cluster] = {}
-
-    def get(ranks: int) -> md.Cluster:
-        if ranks not in clusters:
-            clusters[ranks] = md.Cluster(ranks, timeout=HANG, check=True)
-        return clusters[ranks]
-
-    yield get
-    for cluster in clusters.values():
-        cluster.close()
+    with ExitStack() as clusters:
+        yield cache(lambda ranks: clusters.enter_context(md.Cluster(ranks, timeout=HANG, check=True)))
 
 
 def told(cluster: md.Cluster, program: Callable[[], Any], begins: bool = False) -> str:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
@@ -138,12 +138,6 @@ def all_of_it(socket: str, folder: Path, apart: Path) -> Found:
     except comm.CollectiveError as error:
         found.error, found.seconds = str(error), time.monotonic() - begun
     return found
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

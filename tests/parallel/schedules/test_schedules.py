@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from operator import le
@@ -15,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.schedules.instructions import Instruction, Schedule, placement_of
-from tests.helpers.clocks import HANG
+from tests.helpers.fresh_python import output_of
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 7) for m in (1, 2, 3, 4, 5, 7, 8, 10, 12)]
 TIMES = ({}, {"forward": 1, "backward": 1}, {"forward": 3, "backward": 2}, {"forward": 1, "backward": 3})
@@ -214,10 +212,7 @@ def test_schedules_need_no_torch() -> None:
         "import sys; import minidist.parallel.schedules as s; s.simulate(s.gpipe(2, 2)); "
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
-    )
-    assert done.stdout.strip() == "False"
+    assert output_of(code) == "False"
 
 
 def test_a_schedule_is_drawn(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from minidist.scale.planner.ranking import plan
 from minidist.scale.step_time.hardware import hardware
 from minidist.scale.step_time.prediction import predict_step
 from tests.conftest import Clusters
+from tests.helpers.models import Logits
 from tests.helpers.refusals import refuses
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -68,16 +69,9 @@ def gpt() -> OwnModel:
 
 def llama() -> OwnModel:
     def make() -> nn.Module:
-        import transformers
+        return Logits("Llama", 0, exact=False, num_hidden_layers=3).float()
 
-        shape = transformers.LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
-        )
-        model = transformers.LlamaForCausalLM(shape)
-        model.register_forward_hook(lambda module, inputs, outputs: outputs.logits)
-        return model
-
-    tokens = torch.arange(12 * 10).view(12, 10) % 32
+    tokens = torch.arange(12 * 10).view(12, 10) % 13
     return OwnModel("a Llama", make, lambda: (tokens[:, :-1].clone(), tokens[:, 1:].clone()))
 
 

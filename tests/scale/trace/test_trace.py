@@ -31,21 +31,13 @@ from minidist.scale.trace.perfetto import PROCESS, document
 from minidist.scale.trace.record_events import Atom, Slice, lanes, passes
 from minidist.scale.trace.tracer import Trace, trace
 from tests.conftest import Clusters, Run
+from tests.helpers.contract import own_rows
+from tests.helpers.models import tokens
 from tests.helpers.trace_problems import check, problems
 
 TINY = GPTConfig(vocabulary=13, context=8, layers=2, heads=2, width=8)
 SGD = partial(torch.optim.SGD, lr=0.1)
 MICRO = "pp=2,micro_batches=3"
-
-
-def batch(rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(13, (2, rows, 8), generator=torch.Generator().manual_seed(1))
-    return tokens[0], tokens[1]
-
-
-def own_rows(engine: md.Engine) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = batch()
-    return tuple(x[engine.data_rank :: engine.data_ranks] for x in (inputs, targets))  # type: ignore[return-value]
 
 
 FACTS = ("algorithm", "dtype", "shape", "group", "bytes_sent", "bytes_on_wire")
@@ -63,10 +55,10 @@ def told(each: Slice) -> tuple[Any, ...]:
 def traced(layout: str, shift: float = 0.0) -> tuple[Trace | None, list[Any], bool]:
     """A tiny GPT's second step, its ledger, and whether an untraced twin did the same."""
     chosen = md.Layout.parse(layout)
-    engines = [md.prepare(GPT(TINY), SGD, chosen) for _ in range(2)]
-    for engine in engines:
-        engine.step(*own_rows(engine))
-    engine, twin = engines
+    engine, twin = (md.prepare(GPT(TINY), SGD, chosen) for _ in range(2))
+    rows = own_rows(engine, tokens(torch.Generator().manual_seed(1), 6, vocabulary=13))
+    for each in (engine, twin):
+        each.step(*rows)
     own, clock = time.perf_counter, time.perf_counter
     if md.rank() and shift:
         began = own()
@@ -74,11 +66,11 @@ def traced(layout: str, shift: float = 0.0) -> tuple[Trace | None, list[Any], bo
     time.perf_counter = clock  # type: ignore[assignment]
     try:
         with trace(engine) as t, comm.ledger() as ledger:
-            engine.step(*own_rows(engine))
+            engine.step(*rows)
         found = t.gather()
     finally:
         time.perf_counter = own  # type: ignore[assignment]
-    twin.step(*own_rows(twin))
+    twin.step(*rows)
     theirs = twin.full_state_dict()
     alike = all(torch.equal(value, theirs[name]) for name, value in engine.full_state_dict().items())
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.model.modules())

@@ -120,10 +120,6 @@ def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> No
         sharded(torch.ones(2, 3))
 
 
-def same(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(dict(state), dict(wanted), rtol=0, atol=0)
-
-
 def test_named_shards_say_where_each_element_is(cluster_of: Clusters) -> None:
     """Those of all ranks together are the parameters, also frozen ones, each element once."""
 
@@ -241,7 +237,7 @@ def test_a_model_made_on_meta_is_never_whole() -> None:
     with Live() as live, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_parameters, "build", built)
         sharded = md.FullyShard(GPT(WIDE, seed=5, device="meta"), torch.optim.SGD)
-    same(sharded.state_dict(), GPT(WIDE, seed=5).state_dict())
+    torch.testing.assert_close(sharded.state_dict(), GPT(WIDE, seed=5).state_dict(), rtol=0, atol=0)
     unit = max(4 * bucket.layout.length for bucket in sharded.shared.buckets)
     # The unit's parameters and their flat tensor, the values of one as they are drawn, in float64.
     assert unit < more[0] < 3 * unit
@@ -289,7 +285,7 @@ def test_a_tied_head_with_a_bias_begins_once(head_first: bool, by_itself: bool) 
     for part in reversed(wanted.layers):  # the first holder writes last
         wanted.initialize_part(part)
     assert sorted(model.begun) == ["layers.0", "layers.1", "layers.2"][: 3 - head_first]
-    same(state, wanted.state_dict())
+    torch.testing.assert_close(state, wanted.state_dict(), rtol=0, atol=0)
 
 
 # Offload.
