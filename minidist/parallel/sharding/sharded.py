@@ -69,8 +69,8 @@ class Sharded(ABC):
         self.sets, (first, *others) = [*sets], sets
         self.gradient_comm, self.group = first.gradient_comm, first.gradient_comm.group
         self.residency = first.residency
-        self.sharded = not self.residency.state
-        self.gathers = not self.residency.parameters or bool(others)  # rows go to their experts
+        self.sharded = not self.residency.whole_state
+        self.gathers = not self.residency.whole_parameters or bool(others)  # rows go to their experts
         self.on_owners: list[WholeOnOwners] = []
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
 

@@ -55,7 +55,7 @@ def share_model(
             "whole between steps, or none is, and so are their gradients and state: give all sets one row"
         )
     given = dict(options or {})
-    if residency.parameters:
+    if residency.whole_parameters:
         return _share_whole(model, optimizer, sets, given, master)
     memory = memory_source(given.pop("offload", False))
     return ShardedParameters(model, optimizer, sets, memory, master=master, average=False, **given)
@@ -70,7 +70,7 @@ def _share_whole(
 ) -> WholeParameters:
     """Share parameters that stay whole."""
     row = sets[0].residency
-    if not row.state and options.get("compression") is not None:
+    if not row.whole_state and options.get("compression") is not None:
         zero = next(number for number, known in ROWS.items() if known == row)
         raise ValueError(
             f"compression is {options['compression']!r} with zero={zero} in the layout, which reduces "
@@ -84,9 +84,9 @@ def _share_whole(
     start_equal(model, sets)
     # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
     names, parameters = names_of(model), [*model.parameters()]
-    optimizer, updated = optimizer_of_masters(parameters, make, master if row.state else None)
+    optimizer, updated = optimizer_of_masters(parameters, make, master if row.whole_state else None)
     slices = OptimizerSlices(optimizer, master)
-    if row.state:
+    if row.whole_state:
         number_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for index, (parameter, tensor) in enumerate(zip(parameters, updated, strict=True)):
             slices.add_whole(index, number_of.get(id(tensor)), parameter, tensor)
@@ -106,6 +106,6 @@ def _share_whole(
         average=False,  # the engine weights them
         **options,
     )
-    if not row.state or master is not None:
+    if not row.whole_state or master is not None:
         follow_own_methods(optimizer, weakly(shared.after_own_method))
     return shared

@@ -103,11 +103,11 @@ class ParameterSet:
         self.memory, self.sum_dtype = memory or MemorySource(), sum_dtype
         is_sent = self.names is None or self.gradient_comm.ranks > 1  # experts may be on one rank alone
         self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
-        if average and self.residency.state:
+        if average and self.residency.whole_state:
             self.scale = 1 / self.gradient_comm.ranks
         elif average:  # a reduction to owners takes the mean itself
             self.op = "mean"
-        if self.residency.parameters and not self.residency.state:
+        if self.residency.whole_parameters and not self.residency.whole_state:
             self.total_count = 3  # see `WholeParameters.begin_final_backward`
 
     def empty(self) -> None:
@@ -124,7 +124,7 @@ class ParameterSet:
     @property
     def counts_here(self) -> bool:
         """Whether this rank's part counts in a sum over all ranks in which each element counts once."""
-        owners = 1 if self.residency.state else self.gradient_comm.owners
+        owners = 1 if self.residency.whole_state else self.gradient_comm.owners
         return rank_in(self.gradient_comm.group) < owners
 
     # Buckets, and memory for gradients.
@@ -142,7 +142,7 @@ class ParameterSet:
         Where the state is shared, a bucket also holds the parameters' values, cut into a share for each rank.
         work: of the update of a whole parameter; None where shares may end inside one.
         """
-        over = None if self.residency.state else self.gradient_comm
+        over = None if self.residency.whole_state else self.gradient_comm
         deal: Deal = evenly
         if over is not None and work is not None and order:
             deal = self.whole_tensors = self.whole_tensors or WholeTensors(work, over.owners)
@@ -169,9 +169,10 @@ class ParameterSet:
         self.sparse = [parameters[index] for index in self.indices if index in sparse]
         self._number_of = {index: number for number, index in enumerate(self.indices)}
         tail_length = len(self.indices) + self.total_count
-        self.stay_in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
+        row = self.residency
+        self.stay_in_buckets = row.whole_parameters and row.whole_gradients and not self.leaves_grad
         self.tail_in_bucket = False
-        if self.residency.state:
+        if self.residency.whole_state:
             self._send_to_all(tail_length)
         elif self.stay_in_buckets:
             self._keep_and_send_to_owners()
@@ -184,7 +185,7 @@ class ParameterSet:
         if not self.tail_in_bucket:
             self.tail = self.gradient_comm.zeros(tail_length, torch.float64, device)
         before, self.users = self.users, torch.zeros(len(self.indices), dtype=torch.float64, device=device)
-        if not self.residency.state:
+        if not self.residency.whole_state:
             self.users[: len(before)] = before
         self.totals = self.totals.to(device)
         self.sums = torch.zeros(self.total_count, dtype=torch.float64, device=device)
@@ -276,10 +277,10 @@ class ParameterSet:
         """React to a complete round."""
         count, unused = len(self.indices), self.unused
         self.sums, self.unused = self.tail[count:], []
-        if self.residency.state:
+        if self.residency.whole_state:
             self._drop_unused(unused, parameters)
             return
-        if self.residency.gradients:  # the sums of this round are all
+        if self.residency.whole_gradients:  # the sums of this round are all
             self.begin()
         self.users += self.tail[:count]
         self.totals += self.tail[count : count + 2]
@@ -297,7 +298,7 @@ class ParameterSet:
 
     def begin(self) -> None:
         """Forget the sums: the next round begins them anew."""
-        if not self.residency.state:
+        if not self.residency.whole_state:
             for gradients in self.gradients:
                 gradients.begun = False
             self.users.zero_()
@@ -307,9 +308,9 @@ class ParameterSet:
         """Drop the gradients, and what compression has kept back of them."""
         for reduction in self.reductions:
             reduction.forget()
-        for gradients in self.gradients if self.residency.state else ():
+        for gradients in self.gradients if self.residency.whole_state else ():
             gradients.flat.zero_()
-        for bucket in self.buckets if not self.residency.state else ():
+        for bucket in self.buckets if not self.residency.whole_state else ():
             for parameter in bucket.parameters:
                 parameter.grad = None
         self.begin()
@@ -337,7 +338,7 @@ class ParameterSet:
             return 0
         tail_bytes = 8 * (len(self.indices) + self.total_count)
         sent = 0 if self.tail_in_bucket else all_reduce_bytes(tail_bytes, ranks)
-        if not self.residency.state:
+        if not self.residency.whole_state:
             return sent + sum(bucket.layout.reduce_bytes() for bucket in self.buckets)
         if self.compression is None:
             return sent + sum(all_reduce_bytes(gradients.flat.nbytes, ranks) for gradients in self.gradients)

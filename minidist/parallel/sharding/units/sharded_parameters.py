@@ -223,7 +223,7 @@ class ShardedParameters(Sharded):
 
         ZeRO 3 does not: this changes nothing there, since whole gradients would take n times the memory.
         """
-        self._accumulates = self.residency.gradients
+        self._accumulates = self.residency.whole_gradients
         try:
             yield
         finally:

@@ -99,7 +99,7 @@ class WholeParameters(Sharded):
         """Share the parameters in an optimizer's groups, in a loop, from rank 0's values on."""
         start_new_equal(named_in(groups), param_set)
         named = partial(named_in, groups)  # no method of a face: hooks would keep it alive
-        leaves_grad = param_set.residency.gradients
+        leaves_grad = param_set.residency.whole_gradients
         return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb, leaves_grad=leaves_grad)
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -232,7 +232,7 @@ class WholeParameters(Sharded):
     def _accumulate(self, accumulates: bool) -> None:
         self._accumulates = accumulates
         if self.reducer is not None:
-            is_kept = self.residency.gradients
+            is_kept = self.residency.whole_gradients
             self.reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
 
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
@@ -271,7 +271,7 @@ class WholeParameters(Sharded):
             self.follow_changes()
         if self.reducer is not None:
             self.reducer.finish_round()
-            is_counted, first = of_all_passes and not self.residency.gradients, self.sets[0]
+            is_counted, first = of_all_passes and not self.residency.whole_gradients, self.sets[0]
             while is_counted and first.sums[2] < first.gradient_comm.ranks:
                 self.reducer.expect((0.0, 0.0, 1.0))
                 self.reducer.finish_round()

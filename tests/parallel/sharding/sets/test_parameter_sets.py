@@ -48,7 +48,7 @@ def test_each_set_sends_and_keeps_what_its_row_says(cluster_of: Clusters, zero: 
         assert memory.parameters <= F64 * (dense + expert) + padding
         assert sent == formula
     *_, (dense, expert), _ = found[0]
-    copies = (RANKS, RANKS) if row.state else (1, 2)  # two pairs
+    copies = (RANKS, RANKS) if row.whole_state else (1, 2)  # two pairs
     state = 2 * F64 * (copies[0] * dense + copies[1] * expert)
     assert state <= sum(memory.optimizer for _, _, memory, _, _ in found) <= 1.01 * state
 
