@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,14 @@ TAIL_DTYPES = (torch.float32, torch.float64)
 """Dtypes of gradients among which counts of ranks, rows and a loss can be sent."""
 
 
+class Totals(NamedTuple):
+    """Numbers of a rank that a round sums over the ranks along with its gradients; or their sums."""
+
+    weight: float | Tensor = 0.0
+    loss: float | Tensor = 0.0  # a sum, each loss times its weight
+    last_passes: float = 0.0  # 1.0 in the last pass of this rank's step: where each pass is a round
+
+
 class ParameterSet:
     """Parameters that the same ranks share in the same way, and the rounds of their gradients.
 
@@ -68,7 +76,7 @@ class ParameterSet:
         memory, sum_dtype: where the shares of the sums lie, and in which dtype; None for the gradients' own.
         leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay there
             between backward passes.
-        total_count: how many numbers are summed along with a round.
+        total_count: how many of `Totals` are summed along with a round.
         unused: indices of the parameters without a gradient on this rank, in the round that runs.
         users: on how many ranks each parameter had a gradient, over all rounds since `begin`.
         totals, sums: weight and loss, added up since `begin`; every total of the last round alone.
@@ -108,7 +116,7 @@ class ParameterSet:
         elif average:  # a reduction to owners takes the mean itself
             self.op = "mean"
         if self.residency.whole_parameters and not self.residency.whole_state:
-            self.total_count = 3  # see `WholeParameters.begin_final_backward`
+            self.total_count = 3  # see `WholeParameters.synchronize`
 
     def empty(self) -> None:
         """Have no parameters and no buckets."""
@@ -260,18 +268,23 @@ class ParameterSet:
 
     # The end of a round: who used what, and the totals.
 
-    def fill_tail(self, totals: Sequence[float | Tensor] = ()) -> None:
+    def fill_tail(self, totals: Totals) -> None:
         """Note which parameters this rank used, and its totals, as many as are summed."""
         count = len(self.indices)
-        self.tail[:count], self.tail[count:] = 1.0, 0.0
+        self.tail[:count] = 1.0
         for index in self.unused:
             self.tail[self._number_of[index]] = 0.0
-        for position, value in enumerate(totals[: self.total_count], count):
-            self.tail[position] = value
+        for at, value in enumerate(totals[: self.total_count], count):
+            self.tail[at] = value
 
     def send_tail(self) -> Messages:
         """Launch the sum of the tail over the ranks, where no bucket carries it."""
         return Messages(iter([self.gradient_comm.all_reduce(self.tail, blocking=True)]))
+
+    @property
+    def was_last_pass(self) -> bool:
+        """Whether the last round was that of the last pass for all ranks."""
+        return Totals(*self.sums.tolist()).last_passes == self.gradient_comm.ranks
 
     def summed(self, parameters: Sequence[nn.Parameter]) -> None:
         """React to a complete round."""

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from minidist.parallel.compression.sparse_gradients import gather_sparse
 from minidist.parallel.flat.gradients import Gradients, Messages
 from minidist.parallel.sharding.optimizer.parameter_groups import steps_on
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet, Totals
 from minidist.parallel.sharding.whole.dealing import Dealer
 
 
@@ -65,7 +65,7 @@ class Reducer:
         self.parameters = [*dealer.parameters]
         self.buckets: list[tuple[ParameterSet, Gradients]] | None = None
         self.syncing = True
-        self._totals: Sequence[float | Tensor] = ()
+        self._totals = Totals()
         self._waits = True
         self._came = Came.NOTHING
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
@@ -92,7 +92,7 @@ class Reducer:
         """Take the hooks off the parameters; their gradients stay as they are."""
         self._removal()
 
-    def expect(self, totals: Sequence[float | Tensor], waits: bool = True) -> None:
+    def expect(self, totals: Totals, waits: bool = True) -> None:
         """Have the next round also sum `totals`. waits: whether a backward pass finishes it at its end."""
         self._totals, self._waits = totals, waits
 
@@ -201,7 +201,7 @@ class Reducer:
 
         for param_set in self.sets:
             param_set.summed(self.parameters)
-        self._totals, self._waits, self._next, self._came = (), True, 0, Came.NOTHING
+        self._totals, self._waits, self._next, self._came = Totals(), True, 0, Came.NOTHING
         self._ready, self._rows = bytearray(len(self._ready)), bytearray(len(self._rows))
         self._lacking = [*self._expected]
 

@@ -24,7 +24,7 @@ from minidist.parallel.guards.claims import BY_DATA_PARALLEL, BY_ZERO, claim, tr
 from minidist.parallel.guards.refusals import refuse_added
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.sets.equal_start import named_in, set_for, start_new_equal
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet, Totals
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units.units import weakly
 from minidist.parallel.sharding.whole.dealing import Dealer
@@ -236,24 +236,20 @@ class WholeParameters(Sharded):
             self.reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
 
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
-        """Have the next backward pass complete the round, which also sums weight and loss over the ranks.
-
-        Where the state is shared, a third total counts the ranks for which this is the step's last pass.
-        """
+        """Have the next backward pass complete the round, which also sums weight and loss over the ranks."""
         super().begin_final_backward(weight, loss_sum, waits)
         if self.reducer is not None:
-            self.reducer.expect((weight, loss_sum, 1.0), waits)
+            self.reducer.expect(self._own, waits)
 
     def synchronize(self) -> tuple[float, float]:
         """Sum the gradients; returns the totals, summed over the ranks.
 
         Where every backward pass is a round, ranks may have had different numbers of them: each takes part in
-        the others' until it was the last one for all.
+        the others' until it was the last one for all (`Totals.last_passes`).
         """
         self.sum_over_ranks(of_all_passes=True)
         if self.reducer is None:
-            weight, loss = map(float, self._own)
-            return weight, loss
+            return float(self._own.weight), float(self._own.loss)
         first = self.sets[0]
         weight, loss = (first.totals if self.sharded else first.sums).tolist()
         return weight, loss
@@ -271,9 +267,9 @@ class WholeParameters(Sharded):
             self.follow_changes()
         if self.reducer is not None:
             self.reducer.finish_round()
-            is_counted, first = of_all_passes and not self.residency.whole_gradients, self.sets[0]
-            while is_counted and first.sums[2] < first.gradient_comm.ranks:
-                self.reducer.expect((0.0, 0.0, 1.0))
+            is_counted = of_all_passes and not self.residency.whole_gradients
+            while is_counted and not self.sets[0].was_last_pass:
+                self.reducer.expect(Totals(last_passes=1.0))
                 self.reducer.finish_round()
         self.gradients_are = Progress.SUMMED
 
