@@ -22,7 +22,6 @@ from minidist.parallel.flat.joined_messages import broadcast_together, give_memo
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding import state_by_name
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision
@@ -176,7 +175,7 @@ def prepare(
         given = dict((data_parallel if row.whole_parameters else fully_shard) or {})
         if secondary := given.pop("secondary", None):
             gradient_comm.secondary, _ = mesh.blocks("dp_cp", secondary)
-        experts = [ParameterSet(row, GradientComm(part.expert_copies), part.experts)] if part.experts else []
+        experts = [(GradientComm(part.expert_copies), part.experts)] if part.experts else []
         strategy = share_model(part.model, make, row, given, precision.master, gradient_comm, experts)
         if row.whole_parameters:  # units keep to one order
             for each in strategy.sets:

@@ -69,6 +69,11 @@ class Sharded(ABC):
         self.sets, (first, *others) = [*sets], sets
         self.gradient_comm, self.group = first.gradient_comm, first.gradient_comm.group
         self.residency = first.residency
+        if any(param_set.residency != self.residency for param_set in others):
+            raise ValueError(
+                f"the residencies are {[each.residency for each in sets]}; either all sets of parameters are "
+                "whole between steps, or none is, and so are their gradients and state: give all sets one row"
+            )
         self.sharded = not self.residency.whole_state
         self.gathers = not self.residency.whole_parameters or bool(others)  # rows go to their experts
         self.on_owners: list[WholeOnOwners] = []

@@ -63,19 +63,25 @@ class Totals(NamedTuple):
 class ParameterSet:
     """Parameters that the same ranks share in the same way, and the rounds of their gradients.
 
-    residency: what every rank keeps whole. gradient_comm: its `group` sums the gradients, and its
-    `share_group` are the owners of a share each. names: of the parameters; None for all that are in no other
-    set.
+    A new set is empty. Its parameters' indices are added to `indices`, `deal` puts the parameters into
+    buckets, and `make_room` makes memory for their gradients, after which rounds can run.
+
+    Args:
+        residency: what every rank keeps whole.
+        gradient_comm: its `group` sums the gradients, and its `share_group` are the owners of a share each.
+        names: of the parameters; None for all that are in no other set.
+        average: gradients become means over the ranks, and not sums.
+        compression: of reductions to all ranks.
+        leaves_grad: `grad` stays as the backward pass left it.
+        memory, sum_dtype: where the shares of the sums lie, and in which dtype; None for the gradients' own.
 
     Attributes:
         indices: of its parameters, among all of the model.
         buckets: of parameters that get gradients, in the order in which they are sent. gradients: of each
             bucket, from `make_room` on.
         op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
-            gradients before they are summed. compression: of reductions to all ranks.
-        memory, sum_dtype: where the shares of the sums lie, and in which dtype; None for the gradients' own.
-        leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay there
-            between backward passes.
+            gradients before they are summed.
+        stay_in_buckets: whether gradients stay there between backward passes.
         total_count: how many of `Totals` are summed along with a round.
         unused: indices of the parameters without a gradient on this rank, in the round that runs.
         users: on how many ranks each parameter had a gradient, over all rounds since `begin`.
@@ -85,48 +91,48 @@ class ParameterSet:
         sparse: parameters in no bucket, whose gradients come as rows.
     """
 
-    op, scale = "sum", 1.0
-    compression: Compression | None = None
-    leaves_grad = stay_in_buckets = tail_in_bucket = False
-    total_count = 2
-
     def __init__(
-        self, residency: Residency, gradient_comm: GradientComm, names: Collection[str] | None = None
-    ) -> None:
-        self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
-        self.whole_tensors: WholeTensors | None = None  # deals parameters that no share may cut
-        self.users = torch.zeros(0, dtype=torch.float64)
-        self.totals = torch.zeros(2, dtype=torch.float64)
-        self.empty()
-
-    def configure(
         self,
-        average: bool,
+        residency: Residency,
+        gradient_comm: GradientComm,
+        names: Collection[str] | None = None,
+        *,
+        average: bool = True,
         compression: Compression | None = None,
         leaves_grad: bool = False,
         memory: MemorySource | None = None,
         sum_dtype: torch.dtype | None = None,
     ) -> None:
-        """Say how gradients are reduced: to means or sums, compressed or not; see the attributes."""
+        self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
         self.memory, self.sum_dtype = memory or MemorySource(), sum_dtype
-        is_sent = self.names is None or self.gradient_comm.ranks > 1  # experts may be on one rank alone
+        is_sent = names is None or gradient_comm.ranks > 1  # experts may be on one rank alone
         self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
-        if average and self.residency.whole_state:
-            self.scale = 1 / self.gradient_comm.ranks
+        self.op, self.scale = "sum", 1.0
+        if average and residency.whole_state:
+            self.scale = 1 / gradient_comm.ranks
         elif average:  # a reduction to owners takes the mean itself
             self.op = "mean"
-        if self.residency.whole_parameters and not self.residency.whole_state:
-            self.total_count = 3  # see `WholeParameters.synchronize`
+        whole = residency.whole_parameters
+        self.stay_in_buckets = whole and residency.whole_gradients and not leaves_grad
+        self.total_count = 2  # all but `last_passes`, which `WholeParameters.synchronize` may use
+        if whole and not residency.whole_state:
+            self.total_count = 3
+        self.whole_tensors: WholeTensors | None = None  # deals parameters that no share may cut
+        self.users = torch.zeros(0, dtype=torch.float64)
+        self.totals = torch.zeros(2, dtype=torch.float64)
+        self.empty()
 
     def empty(self) -> None:
         """Have no parameters and no buckets."""
         self.indices: list[int] = []
+        self._number_of: dict[int, int] = {}  # of each of `indices`, in the tail
         self.unused: list[int] = []
         self.buckets: list[Bucket[Any]] = []
         self.gradients: list[Gradients] = []
         self.reductions: list[Reduction] = []  # of compression, for each bucket
         self.sparse: list[nn.Parameter] = []
         self.tail = self.sums = torch.zeros(0, dtype=torch.float64)
+        self.tail_in_bucket = False
         self._lies_in: dict[int, tuple[Gradients, int]] = {}
 
     @property
@@ -177,8 +183,6 @@ class ParameterSet:
         self.sparse = [parameters[index] for index in self.indices if index in sparse]
         self._number_of = {index: number for number, index in enumerate(self.indices)}
         tail_length = len(self.indices) + self.total_count
-        row = self.residency
-        self.stay_in_buckets = row.whole_parameters and row.whole_gradients and not self.leaves_grad
         self.tail_in_bucket = False
         if self.residency.whole_state:
             self._send_to_all(tail_length)

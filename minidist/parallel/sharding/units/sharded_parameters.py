@@ -49,8 +49,7 @@ class ShardedParameters(Sharded):
     """This rank's shards of a model's parameters, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
-    shared. The other arguments are those of `FullyShard`. average: gradients become means over the ranks, and
-    not sums.
+    shared. The other arguments are those of `FullyShard`.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class ShardedParameters(Sharded):
         initialize: Callable[[nn.Module], object] | None = None,
         prefetch: bool | None = None,
         master: torch.dtype | None = None,
-        average: bool = True,
         **defaults: Any,
     ) -> None:
         super().__init__(sets)
@@ -99,8 +97,6 @@ class ShardedParameters(Sharded):
             how = {choose("all_gather", "auto", over, bucket.values.flat) for bucket in self.buckets}
             prefetch = how != {"shared_memory"}
         self.orders = None
-        for param_set in sets:
-            param_set.configure(average, memory=memory, sum_dtype=master)
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
         self._accumulates = False  # whole gradients add up on this rank, in `grad`
         self.had_gradient = bytearray(len(self.parameters))  # on this rank, since `forget`

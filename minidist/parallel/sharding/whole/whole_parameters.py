@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.joined_messages import MB, broadcast_together
 from minidist.parallel.guards.claims import BY_DATA_PARALLEL, BY_ZERO, claim, trainers
@@ -47,9 +46,8 @@ class WholeParameters(Sharded):
     named: gives the parameters with their names, the same on all ranks; called again when they may have
     changed. sets: how they are shared. slices, groups: this rank's part of the optimizer, and its groups of
     whole parameters; none for a loop of data parallelism, which has an optimizer of its own. module: is
-    watched for parameters that are added to its parts. group_names: see `Sharded`. average: gradients become
-    means over the ranks, and not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's
-    buffers of the module to all before each pass that sends gradients.
+    watched for parameters that are added to its parts. group_names: see `Sharded`. broadcast_buffers: send
+    rank 0's buffers of the module to all before each pass that sends gradients.
     """
 
     def __init__(
@@ -63,9 +61,6 @@ class WholeParameters(Sharded):
         group_names: Sequence[Sequence[str]] = (),
         bucket_mb: float = 25,
         overlap: bool = True,
-        compression: Compression | None = None,
-        average: bool = True,
-        leaves_grad: bool = False,
         broadcast_buffers: bool = False,
     ) -> None:
         super().__init__(sets)
@@ -74,10 +69,8 @@ class WholeParameters(Sharded):
             self.model = module
         self.slices = OptimizerSlices.none() if slices is None else slices
         self.optimizer = self.slices.optimizer
-        self._overlap, self._leaves_grad = overlap, leaves_grad
+        self._overlap, self._leaves_grad = overlap, self.sets[0].leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
-        for each in self.sets:
-            each.configure(average, compression, leaves_grad)
         limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
         self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of, masters=module is not None)
         self.parameters = self._dealer.parameters
@@ -99,8 +92,7 @@ class WholeParameters(Sharded):
         """Share the parameters in an optimizer's groups, in a loop, from rank 0's values on."""
         start_new_equal(named_in(groups), param_set)
         named = partial(named_in, groups)  # no method of a face: hooks would keep it alive
-        leaves_grad = param_set.residency.whole_gradients
-        return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb, leaves_grad=leaves_grad)
+        return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb)
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
         """Share parameters that the last group now has, too, from rank 0's values on. A collective."""
