@@ -117,7 +117,7 @@ def crossing(form: str, engine: Any) -> float:
     With hybrid shards only all-reduces cross, among the ranks that own the same share: s 2 (m - 1) / m k.
     """
     ranks, each = md.size(), md.size() // HOSTS
-    hybrid, twice = engine.layout.shard, not engine.layout.residency.parameters and form != SECONDARY
+    hybrid, twice = engine.layout.shard, not engine.layout.residency.whole_parameters and form != SECONDARY
     sent = 0.0
     for number, bucket in enumerate(engine.strategy.buckets):  # the root unit has the first
         plain = each * (ranks - each) + (1 + (twice and number > 0)) * (ranks - 1)

@@ -87,7 +87,7 @@ class Layout:
             raise ValueError(f"zero is {self.zero}; give stage 1, 2 or 3, or 0 for none")
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
-        if self.shard and self.residency.state:
+        if self.shard and self.residency.whole_state:
             raise ValueError(f"shard is {self.shard} with zero=0, which shares nothing; give zero=1, 2 or 3")
         if self.shard < 0 or (self.shard and self.dp * self.cp % self.shard):
             raise ValueError(
@@ -189,8 +189,8 @@ class Layout:
 def check_available(layout: Layout) -> None:
     """ValueError if a layout combines axes that training does not support together."""
     row = layout.residency
-    if layout.pp > 1 and not (row.parameters and row.gradients):
-        moved = "gradients" if row.parameters else "parameters"
+    if layout.pp > 1 and not (row.whole_parameters and row.whole_gradients):
+        moved = "gradients" if row.whole_parameters else "parameters"
         raise ValueError(
             f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
             "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
@@ -200,7 +200,7 @@ def check_available(layout: Layout) -> None:
 def check_secondary(layout: Layout, ranks: object) -> None:
     """ValueError unless so many ranks can share a second copy of the parameters."""
     owners = layout.owners
-    if layout.residency.parameters or not is_whole(ranks) or not 1 < ranks < owners or owners % ranks:
+    if layout.residency.whole_parameters or not is_whole(ranks) or not 1 < ranks < owners or owners % ranks:
         raise ValueError(
             f"secondary is {ranks!r} with zero={layout.zero}, and {owners} ranks share the parameters; give, "
             "with zero=3, a smaller divisor of the ranks that share the parameters, from 2 on, such as the "

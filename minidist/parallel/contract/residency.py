@@ -25,18 +25,27 @@ Source: Rajbhandari et al. 2020, "ZeRO", sections 5 and 7 (the stages, and what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What every rank keeps whole between steps; of the rest it keeps its share."""
+    """What every rank keeps whole between steps; of the rest it keeps its share.
+
+    A row is made with the names of the columns. Code that asks a row says what the answer means:
+    `row.whole_state`, and `not row.whole_state` where each rank keeps its share.
+    """
 
     parameters: bool
     gradients: bool
     state: bool
 
+    whole_parameters = property(attrgetter("parameters"))
+    whole_gradients = property(attrgetter("gradients"))
+    whole_state = property(attrgetter("state"))
+
     def __post_init__(self) -> None:
-        if self.state and not (self.parameters and self.gradients):
+        if self.whole_state and not (self.whole_parameters and self.whole_gradients):
             raise ValueError(
                 f"{self} has whole optimizer state, whose step needs whole parameters and gradients; keep "
                 "those whole too, or the state in shares"
@@ -51,20 +60,20 @@ class Residency:
 
     def reductions(self, passes: int) -> int:
         """How often a step of so many backward passes reduces each gradient."""
-        return 1 if self.gradients else passes
+        return 1 if self.whole_gradients else passes
 
     def gathers(self, passes: int) -> int:
         """How often a step of so many forward and backward passes gathers each parameter."""
-        if self.state:
+        if self.whole_state:
             return 0
-        return 1 if self.parameters else 2 * passes
+        return 1 if self.whole_parameters else 2 * passes
 
     def bytes_sent(self, size: float, ranks: int, passes: int = 1) -> float:
         """Bytes that a rank sends in a step for parameters and gradients of `size` bytes each.
 
         A gather and a reduction to owners send (n - 1) / n of them, a reduction to all ranks twice as much.
         """
-        reduction = 2 if self.state else 1
+        reduction = 2 if self.whole_state else 1
         return (reduction * self.reductions(passes) + self.gathers(passes)) * size * (ranks - 1) / ranks
 
 
@@ -75,10 +84,10 @@ ZERO_3 = Residency(parameters=False, gradients=False, state=False)
 
 ROWS = {0: DATA_PARALLEL, 1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
 """The rows by the number that `Layout.zero` and the paper give them. No other code compares these numbers."""
-SHARING = [zero for zero, row in ROWS.items() if not row.state]
+SHARING = [zero for zero, row in ROWS.items() if not row.whole_state]
 """The numbers of the rows in which ranks share something."""
 
 
 def zero_name(zero: int) -> str:
     """The name of a row of ZeRO; "" where every rank keeps everything."""
-    return "" if ROWS[zero].state else f"ZeRO-{zero}"
+    return "" if ROWS[zero].whole_state else f"ZeRO-{zero}"

@@ -22,7 +22,6 @@ from minidist.parallel.flat.joined_messages import broadcast_together, give_memo
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding import state_by_name
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision
@@ -138,7 +137,7 @@ def prepare(
     check_prepare_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
-    elif not layout.residency.parameters:
+    elif not layout.residency.whole_parameters:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
         rehearse = False
@@ -171,14 +170,14 @@ def prepare(
         if layout.tp * layout.pp * layout.ep > 1:
             make = checked(make, layout, mesh.group("tp"))
         gradient_comm = GradientComm(mesh.group("dp_cp"))
-        if layout.owners < layout.dp * layout.cp and not row.state:
+        if layout.owners < layout.dp * layout.cp and not row.whole_state:
             gradient_comm.hybrid = mesh.blocks("dp_cp", layout.owners)
-        given = dict((data_parallel if row.parameters else fully_shard) or {})
+        given = dict((data_parallel if row.whole_parameters else fully_shard) or {})
         if secondary := given.pop("secondary", None):
             gradient_comm.secondary, _ = mesh.blocks("dp_cp", secondary)
-        experts = [ParameterSet(row, GradientComm(part.expert_copies), part.experts)] if part.experts else []
+        experts = [(GradientComm(part.expert_copies), part.experts)] if part.experts else []
         strategy = share_model(part.model, make, row, given, precision.master, gradient_comm, experts)
-        if row.parameters:  # units keep to one order
+        if row.whole_parameters:  # units keep to one order
             for each in strategy.sets:
                 each.gradient_comm.waits_in_backward = layout.cp * layout.ep > 1 or batch_norm is not None
         if exact:  # masters start from rank 0's values in float32, and not from the rounded ones

@@ -68,20 +68,20 @@ def check_prepare_arguments(
             f"loss_scale is {loss_scale!r}; give a LossScale, such as LossScale(start=1024), or None"
         )
     require_trained("model", model.parameters())
-    if layout.residency.parameters and layout.tp * layout.pp == 1:
+    if layout.residency.whole_parameters and layout.tp * layout.pp == 1:
         refuse_meta("model", [*model.named_parameters(), *model.named_buffers()])
     require_free(model.named_parameters())
-    if layout.ranks > 1 or not layout.residency.parameters or layout.precision != "fp32":
+    if layout.ranks > 1 or not layout.residency.whole_parameters or layout.precision != "fp32":
         refuse_renormed(model)
     if layout.precision == "bf16":
         bf16_on_cpu.require_products(model)
-    if fully_shard and layout.residency.parameters:
+    if fully_shard and layout.residency.whole_parameters:
         raise ValueError(
             f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"
         )
     if (secondary := (fully_shard or {}).get("secondary")) is not None:  # type: ignore[attr-defined]
         check_secondary(layout, secondary)
-    if data_parallel and not layout.residency.parameters:
+    if data_parallel and not layout.residency.whole_parameters:
         raise ValueError(
             f"data_parallel is {data_parallel} and the layout has zero={layout.zero}, which has none of its "
             "options; leave it out"

@@ -117,7 +117,7 @@ def compared(
     kind, _, name = first.name.partition(".")
     cause = "minidist.compare shows the first layer that differs"
     if kind == "model" and any(name in part.trained for part in start.parts):
-        whole_state = layout.residency.state and layout.pp * layout.tp == 1  # all on each rank
+        whole_state = layout.residency.whole_state and layout.pp * layout.tp == 1  # all on each rank
         cause = STATE if whole_state else OPTIMIZER
         if (f"gradient.{name}" in found.tensors) != (f"gradient.{name}" in by_one.tensors):
             cause = f"{name} {UNUSED}"

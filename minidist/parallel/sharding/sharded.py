@@ -24,7 +24,7 @@ from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlice, OptimizerSlices
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet, Totals
 from minidist.parallel.training import clipping
 
 
@@ -69,10 +69,15 @@ class Sharded(ABC):
         self.sets, (first, *others) = [*sets], sets
         self.gradient_comm, self.group = first.gradient_comm, first.gradient_comm.group
         self.residency = first.residency
-        self.sharded = not self.residency.state
-        self.gathers = not self.residency.parameters or bool(others)  # rows go to their experts
+        if any(param_set.residency != self.residency for param_set in others):
+            raise ValueError(
+                f"the residencies are {[each.residency for each in sets]}; either all sets of parameters are "
+                "whole between steps, or none is, and so are their gradients and state: give all sets one row"
+            )
+        self.sharded = not self.residency.whole_state
+        self.gathers = not self.residency.whole_parameters or bool(others)  # rows go to their experts
         self.on_owners: list[WholeOnOwners] = []
-        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+        self._own = Totals()
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +150,7 @@ class Sharded(ABC):
         weight, loss_sum: of this rank's losses, and their sum, each times its weight; summed as well. waits:
         whether the end of that pass may wait for the sums.
         """
-        self._own = weight, loss_sum
+        self._own = Totals(weight, loss_sum, last_passes=1.0)
 
     def announce(self, is_padding: bool) -> None:
         """Say whether the rows of the next pass are padding: they use no parameter of the first set.

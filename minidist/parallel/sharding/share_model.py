@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def share_model(
     options: Mapping[str, Any] | None = None,
     master: torch.dtype | None = None,
     gradient_comm: GradientComm | None = None,
-    others: Sequence[ParameterSet] = (),
+    others: Sequence[tuple[GradientComm, Collection[str]]] = (),
 ) -> Sharded:
     """A strategy for the ranks that train a model together, each of which keeps what a row of the table says.
 
@@ -46,47 +47,46 @@ def share_model(
             broadcast_buffers); otherwise of `FullyShard`, such as offload.
         master: the dtype in which the optimizer updates copies of the parameters; None for no copies.
         gradient_comm: the ranks; None for all.
-        others: sets of parameters that only some of these ranks share, such as experts; of the same row.
+        others: names of parameters that only some of these ranks share, such as experts, after those ranks.
     """
-    sets = [ParameterSet(residency, gradient_comm or GradientComm(None)), *others]
-    if any(param_set.residency != residency for param_set in others):
-        raise ValueError(
-            f"the residencies are {[each.residency for each in sets]}; either all sets of parameters are "
-            "whole between steps, or none is, and so are their gradients and state: give all sets one row"
-        )
+    parts = [(gradient_comm or GradientComm(None), None), *others]
     given = dict(options or {})
-    if residency.parameters:
-        return _share_whole(model, optimizer, sets, given, master)
+    if residency.whole_parameters:
+        return _share_whole(model, optimizer, residency, parts, given, master)
     memory = memory_source(given.pop("offload", False))
-    return ShardedParameters(model, optimizer, sets, memory, master=master, average=False, **given)
+    # The engine weights the losses, so gradients are sums.
+    shared_by = partial(ParameterSet, residency, average=False, memory=memory, sum_dtype=master)
+    sets = [shared_by(*part) for part in parts]
+    return ShardedParameters(model, optimizer, sets, memory, master=master, **given)
 
 
 def _share_whole(
     model: nn.Module,
     make: MakeOptimizer,
-    sets: Sequence[ParameterSet],
+    row: Residency,
+    parts: Sequence[tuple[GradientComm, Collection[str] | None]],
     options: dict[str, Any],
     master: torch.dtype | None,
 ) -> WholeParameters:
     """Share parameters that stay whole."""
-    row = sets[0].residency
-    if not row.state and options.get("compression") is not None:
+    if not row.whole_state and options.get("compression") is not None:
         zero = next(number for number, known in ROWS.items() if known == row)
         raise ValueError(
             f"compression is {options['compression']!r} with zero={zero} in the layout, which reduces "
             "gradients to their owners as they are; use zero=0 for compressed ones"
         )
-    options["compression"] = compression_of(options.get("compression"))
+    compression = compression_of(options.pop("compression", None))
     check_bucket_mb(options.get("bucket_mb", 25))
     algorithm = options.pop("algorithm", "auto")
-    for param_set in sets:
-        param_set.gradient_comm.algorithm = algorithm
+    for over, _ in parts:
+        over.algorithm = algorithm
+    sets = [ParameterSet(row, *part, average=False, compression=compression) for part in parts]
     start_equal(model, sets)
     # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
     names, parameters = names_of(model), [*model.parameters()]
-    optimizer, updated = optimizer_of_masters(parameters, make, master if row.state else None)
+    optimizer, updated = optimizer_of_masters(parameters, make, master if row.whole_state else None)
     slices = OptimizerSlices(optimizer, master)
-    if row.state:
+    if row.whole_state:
         number_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for index, (parameter, tensor) in enumerate(zip(parameters, updated, strict=True)):
             slices.add_whole(index, number_of.get(id(tensor)), parameter, tensor)
@@ -103,9 +103,8 @@ def _share_whole(
         groups=[{"params": group} for group in groups],
         module=model,
         group_names=[[name_of[tensor] for tensor in group] for group in groups],
-        average=False,  # the engine weights them
         **options,
     )
-    if not row.state or master is not None:
+    if not row.whole_state or master is not None:
         follow_own_methods(optimizer, weakly(shared.after_own_method))
     return shared

@@ -168,7 +168,7 @@ def load_settings(
 
 def loaded(shared: Sharded) -> None:
     """Join slices whose state agrees, and let all ranks compute with the loaded values. A collective."""
-    if shared.slices.reload() or not shared.residency.parameters:
+    if shared.slices.reload() or not shared.residency.whole_parameters:
         shared.publish()
 
 

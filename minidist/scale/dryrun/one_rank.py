@@ -268,7 +268,7 @@ def _checked(
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
     subject.check_dry(layout)
     fewest, residency = rows // layout.dp, layout.residency
-    reduces_in_each = residency.parameters and not residency.gradients
+    reduces_in_each = residency.whole_parameters and not residency.whole_gradients
     if reduces_in_each and fewest < layout.micro_batches and rows % layout.dp:
         raise ValueError(
             f"batch is {rows} rows, so dp={layout.dp} ranks would have {fewest} or {fewest + 1}, and with "

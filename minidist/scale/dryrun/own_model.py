@@ -165,7 +165,7 @@ class OwnModel:
         frozen = (self.parameters() - sum(self.trained.sizes)) * setup.sharing.element
         kept = round(self.passes(setup.layout, max(setup.micro_rows)).activations)
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in self.module.buffers())
-        return Estimate.of(states, kept, frozen=frozen if residency.parameters else 0, buffers=buffers)
+        return Estimate.of(states, kept, frozen=frozen if residency.whole_parameters else 0, buffers=buffers)
 
     def predict(
         self,

@@ -113,7 +113,7 @@ class StateSharing:
     @property
     def owners(self) -> int:
         """How many ranks own whole hidden matrices; 0 where the optimizer, or the residency, knows none."""
-        return self.ranks if self.kind.matrices and not self.residency.state else 0
+        return self.ranks if self.kind.matrices and not self.residency.whole_state else 0
 
 
 @dataclass(frozen=True)
@@ -162,35 +162,35 @@ def stage_states(
 def held_for(parameters: RankParameters, sharing: StateSharing) -> States:
     """The states that minidist's strategies hold on a rank with these parameters."""
     residency, element, updated, ranks = sharing.residency, sharing.element, sharing.updated, sharing.ranks
-    pieces = parameters.buckets(element, sharing.owners) if residency.parameters else parameters.units
-    if residency.state:
+    pieces = parameters.buckets(element, sharing.owners) if residency.whole_parameters else parameters.units
+    if residency.whole_state:
         pieces, ranks = parameters.sizes, 1
     own, longest = _shares(pieces, ranks)
     kept, gradients, state = residency.held(own * ranks, own)
-    tensors = len(pieces) if residency.parameters else 1  # that an update goes through
+    tensors = len(pieces) if residency.whole_parameters else 1  # that an update goes through
     optimizer = state * sharing.state + 4 * tensors * (sharing.kind.state == 2)
-    casts = residency.parameters and updated != element  # else gradients are summed in that precision
+    casts = residency.whole_parameters and updated != element  # else gradients are summed in that precision
     update = own * updated * (sharing.kind.scratch + casts)
     whole = 0  # elements of hidden matrices that this rank owns, besides its shards of them
     if sharing.kind.matrices:
         matrices = [each.elements for each in parameters.hidden]
         shards, owned = sum(matrices), sum(matrices)
         if sharing.owners:
-            padded = sum(pieces) - sum(parameters.sizes) if residency.parameters else 0
+            padded = sum(pieces) - sum(parameters.sizes) if residency.whole_parameters else 0
             shards = share(shards + padded, ranks)
             owned = int(fullest(matrices, ranks))
         optimizer += owned * sharing.state_of(sharing.kind.matrices) - shards * sharing.state
-        optimizer -= 4 * len(matrices) * residency.state  # AdamW's counts of steps
-        whole = 0 if residency.parameters else owned
-    if not residency.parameters:
+        optimizer -= 4 * len(matrices) * residency.whole_state  # AdamW's counts of steps
+        whole = 0 if residency.whole_parameters else owned
+    if not residency.whole_parameters:
         second = own * ranks // sharing.secondary if sharing.secondary else 0
         gathered = (pieces[0] + sum(sorted(pieces[1:])[-2:]) + longest) * element
         sums = gradients * updated + 2 * longest * element
         return States((kept + second + whole) * element, sums + whole * updated, optimizer, gathered, update)
     extra = 0
-    if not residency.gradients:
+    if not residency.whole_gradients:
         extra = min(2, len(pieces)) * longest
-    elif residency.state and sharing.ranks > 1 and element >= 4:
+    elif residency.whole_state and sharing.ranks > 1 and element >= 4:
         extra = len(pieces) + TAIL
     return States(kept * element, (gradients + extra) * element, optimizer, 0, update)
 

@@ -177,7 +177,7 @@ def _sharings(question: Question, ranks: int, tp: int) -> Iterator[tuple[int, in
         yield zero, 0, 0
         if several:
             yield zero, there, 0
-        if several and not ROWS[zero].parameters:
+        if several and not ROWS[zero].whole_parameters:
             yield zero, 0, there
 
 

@@ -179,7 +179,7 @@ def family_of(layout: Layout) -> str:
     axes = [name for name, size in sizes.items() if size > 1]
     if len(axes) > 1:
         return "mixed"
-    return axes[0] if axes else "plain" if layout.residency.state else "sharded"
+    return axes[0] if axes else "plain" if layout.residency.whole_state else "sharded"
 
 
 def effort(candidate: Candidate) -> tuple[float, ...]:

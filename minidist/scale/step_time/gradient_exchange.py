@@ -72,10 +72,10 @@ class GradientTime:
     def _sent(self, last_backward: float, passes: float, micro_batches: int) -> tuple[float, float]:
         """Seconds of messages between data-parallel ranks, and how many of them computation may hide."""
         reductions = self.residency.reductions(micro_batches)  # of each gradient in a step
-        if not self.residency.parameters:
+        if not self.residency.whole_parameters:
             sent, may_hide = self._sent_in_units(passes, micro_batches)
             return sent + self._tail, may_hide
-        layout, whole = self.wires.layout, self.residency.state
+        layout, whole = self.wires.layout, self.residency.whole_state
         reduced, last = self._reduced
         hidden = reductions * min(reduced - last, last_backward)
         if layout.pp > 1 and (layout.chunks > 1 or (self.parameters.tied and not whole)):
@@ -106,7 +106,7 @@ class GradientTime:
     @cached_property
     def _gathered(self) -> float:
         sizes = [float(size * self.element) for size in self.buckets]
-        return 0.0 if self.residency.state else sum(self._gathers(sizes, "shares"))
+        return 0.0 if self.residency.whole_state else sum(self._gathers(sizes, "shares"))
 
     @cached_property
     def _in_units(self) -> tuple[list[float], list[float], list[float]]:
@@ -121,7 +121,7 @@ class GradientTime:
     def _reductions(self, sizes: Sequence[float]) -> list[float]:
         """Seconds of bringing the sums to each rank, or to each rank its share of them."""
         over = self.wires.collective
-        if self.residency.state:
+        if self.residency.whole_state:
             return [over("all_reduce", size, "dp") for size in sizes]
         return [
             over("reduce_scatter", size, "shares") + over("all_reduce", size / self.sharing.ranks, "copies")
@@ -130,13 +130,13 @@ class GradientTime:
 
     def _handling(self, micro: int) -> float:
         """Seconds of adding gradients up over micro-batches, and of copying them to their buckets."""
-        added = (micro - 1) * (3 if self.residency.gradients else 0) * self.elements * self.element
+        added = (micro - 1) * (3 if self.residency.whole_gradients else 0) * self.elements * self.element
         if self.ranks == 1:
             return added / self.rates.memory
         reductions = self.residency.reductions(micro)
         moved = added + reductions * 2 * self.elements * self.element
         calls = reductions * HOOK * self.tensors
-        if not self.residency.parameters:
+        if not self.residency.whole_parameters:
             calls = micro * 2 * UNIT * len(self.parameters.units)
         called = self.rates.seconds(Computation(calls=calls), self.sharing.precision)
         return moved / self.rates.memory + called
@@ -152,8 +152,10 @@ class GradientTime:
     def _update(self) -> float:
         """Seconds of the optimizer's step on this rank's share."""
         residency, updated = self.residency, self.sharing.updated
-        own = self.elements if residency.state else share(self.elements, self.sharing.ranks)
-        pieces = self.tensors if residency.state else len(self.buckets) if residency.parameters else 1
+        own = self.elements if residency.whole_state else share(self.elements, self.sharing.ranks)
+        pieces = len(self.buckets) if residency.whole_parameters else 1
+        if residency.whole_state:
+            pieces = self.tensors
         kind = self.sharing.kind
         passes = min(kind.passes, kind.fused) if self.rates.asynchronous else kind.passes
         moved, more = float(passes * own * updated), 0.0
@@ -166,7 +168,7 @@ class GradientTime:
             precision = "bf16" if half else UPDATED[updated]
             more = self.rates.seconds(Computation(products=PRODUCTS * work), precision)
             more += 2 * self.wires.collective("all_to_all", matrices * updated, "tp")
-            if not residency.parameters:
+            if not residency.whole_parameters:
                 parts = (
                     self.wires.collective("all_to_all", matrices * x, "shares")
                     for x in (updated, self.element)

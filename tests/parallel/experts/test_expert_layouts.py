@@ -101,7 +101,7 @@ def by_own_tokens(routers: Any, group: Any) -> None:
 
 @property
 def dense_counts_here(own: ParameterSet) -> bool:
-    return own.names is None and md.rank() < (1 if own.residency.state else own.gradient_comm.owners)
+    return own.names is None and md.rank() < (1 if own.residency.whole_state else own.gradient_comm.owners)
 
 
 FAULTS: dict[str, tuple[str, contract.Fault]] = {

@@ -347,7 +347,7 @@ FAULTS: list[tuple[Fault, Where]] = [
     (patched(BucketLayout, "own_range", SHARE, raising=False), Where(2, options=SMALL)),
     (another_order_on_one_rank, Where(0)),
     (mean_of_means, Where(0, options={"overlap": False})),
-    (patched(ParameterSet, "op", always("mean")), Where(2, options=SMALL)),
+    (patched(ParameterSet, "op", always("mean"), raising=False), Where(2, options=SMALL)),
     (NOT_FILLED, Where(0, options={"overlap": False})),
     (LAST_ROUND, Where(2, options=SMALL, micro_batches=2)),
     (unused_ones_updated, Where(2, CASES["unused"], SMALL)),

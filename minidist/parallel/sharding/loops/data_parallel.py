@@ -71,9 +71,10 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_bucket_mb(bucket_mb)
-        param_set = ParameterSet(DATA_PARALLEL, GradientComm(group, algorithm))
-        check_module(module, shared_with=[BY_ZERO], is_alone=param_set.gradient_comm.ranks == 1)
+        over = GradientComm(group, algorithm)
+        check_module(module, shared_with=[BY_ZERO], is_alone=over.ranks == 1)
         self.module, self.group, self.compression = module, group, compression_of(compression)
+        param_set = ParameterSet(DATA_PARALLEL, over, compression=self.compression)
         refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
         start_equal(module, [param_set])
         self.shared = WholeParameters(
@@ -82,7 +83,6 @@ class DataParallel(nn.Module):
             module=module,
             bucket_mb=bucket_mb,
             overlap=overlap,
-            compression=self.compression,
             broadcast_buffers=broadcast_buffers,
         )
         self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`

@@ -81,9 +81,10 @@ class FullyShard(nn.Module):
         super().__init__()
         check_fully_shard_arguments(module, optimizer_class, units, initialize, prefetch, master)
         given = {"units": units, "initialize": initialize, "prefetch": prefetch, "master": master, **defaults}
-        sets = [ParameterSet(ZERO_3, GradientComm.over(group))]
+        memory = memory_source(offload)
+        sets = [ParameterSet(ZERO_3, GradientComm.over(group), memory=memory, sum_dtype=master)]
         self.module = module
-        self.shared = ShardedParameters(module, optimizer_class, sets, memory_source(offload), **given)
+        self.shared = ShardedParameters(module, optimizer_class, sets, memory, **given)
         self.group, self.optimizer = self.shared.group, self.shared.optimizer
 
     forward = delegated("shared", ShardedParameters.forward)

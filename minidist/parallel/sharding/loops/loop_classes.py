@@ -22,7 +22,7 @@ from minidist.parallel.guards.refusals import refuse_renormed, require_trained
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ZERO_OPTIMIZER_STAGES = [stage for stage, row in ROWS.items() if row.parameters and not row.state]
+ZERO_OPTIMIZER_STAGES = [stage for stage, row in ROWS.items() if row.whole_parameters and not row.whole_state]
 """The stages of `ZeroOptimizer`."""
 
 

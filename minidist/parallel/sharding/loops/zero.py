@@ -78,7 +78,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(params, **defaults)
         require_optimizer(self.inner, "optimizer_class")
         refuse_unshareable(type(self.inner))
-        param_set = ParameterSet(ROWS[stage], GradientComm.over(group))
+        row = ROWS[stage]
+        param_set = ParameterSet(row, GradientComm.over(group), leaves_grad=row.whole_gradients)
         self.stage, self.group = stage, param_set.gradient_comm.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
         slices = OptimizerSlices(self.inner, master)

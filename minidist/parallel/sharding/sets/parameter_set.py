@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,23 +52,37 @@ TAIL_DTYPES = (torch.float32, torch.float64)
 """Dtypes of gradients among which counts of ranks, rows and a loss can be sent."""
 
 
+class Totals(NamedTuple):
+    """Numbers of a rank that a round sums over the ranks along with its gradients; or their sums."""
+
+    weight: float | Tensor = 0.0
+    loss: float | Tensor = 0.0  # a sum, each loss times its weight
+    last_passes: float = 0.0  # 1.0 in the last pass of this rank's step: where each pass is a round
+
+
 class ParameterSet:
     """Parameters that the same ranks share in the same way, and the rounds of their gradients.
 
-    residency: what every rank keeps whole. gradient_comm: its `group` sums the gradients, and its
-    `share_group` are the owners of a share each. names: of the parameters; None for all that are in no other
-    set.
+    A new set is empty. Its parameters' indices are added to `indices`, `deal` puts the parameters into
+    buckets, and `make_room` makes memory for their gradients, after which rounds can run.
+
+    Args:
+        residency: what every rank keeps whole.
+        gradient_comm: its `group` sums the gradients, and its `share_group` are the owners of a share each.
+        names: of the parameters; None for all that are in no other set.
+        average: gradients become means over the ranks, and not sums.
+        compression: of reductions to all ranks.
+        leaves_grad: `grad` stays as the backward pass left it.
+        memory, sum_dtype: where the shares of the sums lie, and in which dtype; None for the gradients' own.
 
     Attributes:
         indices: of its parameters, among all of the model.
         buckets: of parameters that get gradients, in the order in which they are sent. gradients: of each
             bucket, from `make_room` on.
         op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
-            gradients before they are summed. compression: of reductions to all ranks.
-        memory, sum_dtype: where the shares of the sums lie, and in which dtype; None for the gradients' own.
-        leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay there
-            between backward passes.
-        total_count: how many numbers are summed along with a round.
+            gradients before they are summed.
+        stay_in_buckets: whether gradients stay there between backward passes.
+        total_count: how many of `Totals` are summed along with a round.
         unused: indices of the parameters without a gradient on this rank, in the round that runs.
         users: on how many ranks each parameter had a gradient, over all rounds since `begin`.
         totals, sums: weight and loss, added up since `begin`; every total of the last round alone.
@@ -77,54 +91,54 @@ class ParameterSet:
         sparse: parameters in no bucket, whose gradients come as rows.
     """
 
-    op, scale = "sum", 1.0
-    compression: Compression | None = None
-    leaves_grad = stay_in_buckets = tail_in_bucket = False
-    total_count = 2
-
     def __init__(
-        self, residency: Residency, gradient_comm: GradientComm, names: Collection[str] | None = None
-    ) -> None:
-        self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
-        self.whole_tensors: WholeTensors | None = None  # deals parameters that no share may cut
-        self.users = torch.zeros(0, dtype=torch.float64)
-        self.totals = torch.zeros(2, dtype=torch.float64)
-        self.empty()
-
-    def configure(
         self,
-        average: bool,
+        residency: Residency,
+        gradient_comm: GradientComm,
+        names: Collection[str] | None = None,
+        *,
+        average: bool = True,
         compression: Compression | None = None,
         leaves_grad: bool = False,
         memory: MemorySource | None = None,
         sum_dtype: torch.dtype | None = None,
     ) -> None:
-        """Say how gradients are reduced: to means or sums, compressed or not; see the attributes."""
+        self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
         self.memory, self.sum_dtype = memory or MemorySource(), sum_dtype
-        is_sent = self.names is None or self.gradient_comm.ranks > 1  # experts may be on one rank alone
+        is_sent = names is None or gradient_comm.ranks > 1  # experts may be on one rank alone
         self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
-        if average and self.residency.state:
-            self.scale = 1 / self.gradient_comm.ranks
+        self.op, self.scale = "sum", 1.0
+        if average and residency.whole_state:
+            self.scale = 1 / gradient_comm.ranks
         elif average:  # a reduction to owners takes the mean itself
             self.op = "mean"
-        if self.residency.parameters and not self.residency.state:
-            self.total_count = 3  # see `WholeParameters.begin_final_backward`
+        whole = residency.whole_parameters
+        self.stay_in_buckets = whole and residency.whole_gradients and not leaves_grad
+        self.total_count = 2  # all but `last_passes`, which `WholeParameters.synchronize` may use
+        if whole and not residency.whole_state:
+            self.total_count = 3
+        self.whole_tensors: WholeTensors | None = None  # deals parameters that no share may cut
+        self.users = torch.zeros(0, dtype=torch.float64)
+        self.totals = torch.zeros(2, dtype=torch.float64)
+        self.empty()
 
     def empty(self) -> None:
         """Have no parameters and no buckets."""
         self.indices: list[int] = []
+        self._number_of: dict[int, int] = {}  # of each of `indices`, in the tail
         self.unused: list[int] = []
         self.buckets: list[Bucket[Any]] = []
         self.gradients: list[Gradients] = []
         self.reductions: list[Reduction] = []  # of compression, for each bucket
         self.sparse: list[nn.Parameter] = []
         self.tail = self.sums = torch.zeros(0, dtype=torch.float64)
+        self.tail_in_bucket = False
         self._lies_in: dict[int, tuple[Gradients, int]] = {}
 
     @property
     def counts_here(self) -> bool:
         """Whether this rank's part counts in a sum over all ranks in which each element counts once."""
-        owners = 1 if self.residency.state else self.gradient_comm.owners
+        owners = 1 if self.residency.whole_state else self.gradient_comm.owners
         return rank_in(self.gradient_comm.group) < owners
 
     # Buckets, and memory for gradients.
@@ -142,7 +156,7 @@ class ParameterSet:
         Where the state is shared, a bucket also holds the parameters' values, cut into a share for each rank.
         work: of the update of a whole parameter; None where shares may end inside one.
         """
-        over = None if self.residency.state else self.gradient_comm
+        over = None if self.residency.whole_state else self.gradient_comm
         deal: Deal = evenly
         if over is not None and work is not None and order:
             deal = self.whole_tensors = self.whole_tensors or WholeTensors(work, over.owners)
@@ -169,9 +183,8 @@ class ParameterSet:
         self.sparse = [parameters[index] for index in self.indices if index in sparse]
         self._number_of = {index: number for number, index in enumerate(self.indices)}
         tail_length = len(self.indices) + self.total_count
-        self.stay_in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
         self.tail_in_bucket = False
-        if self.residency.state:
+        if self.residency.whole_state:
             self._send_to_all(tail_length)
         elif self.stay_in_buckets:
             self._keep_and_send_to_owners()
@@ -184,7 +197,7 @@ class ParameterSet:
         if not self.tail_in_bucket:
             self.tail = self.gradient_comm.zeros(tail_length, torch.float64, device)
         before, self.users = self.users, torch.zeros(len(self.indices), dtype=torch.float64, device=device)
-        if not self.residency.state:
+        if not self.residency.whole_state:
             self.users[: len(before)] = before
         self.totals = self.totals.to(device)
         self.sums = torch.zeros(self.total_count, dtype=torch.float64, device=device)
@@ -259,27 +272,32 @@ class ParameterSet:
 
     # The end of a round: who used what, and the totals.
 
-    def fill_tail(self, totals: Sequence[float | Tensor] = ()) -> None:
+    def fill_tail(self, totals: Totals) -> None:
         """Note which parameters this rank used, and its totals, as many as are summed."""
         count = len(self.indices)
-        self.tail[:count], self.tail[count:] = 1.0, 0.0
+        self.tail[:count] = 1.0
         for index in self.unused:
             self.tail[self._number_of[index]] = 0.0
-        for position, value in enumerate(totals[: self.total_count], count):
-            self.tail[position] = value
+        for at, value in enumerate(totals[: self.total_count], count):
+            self.tail[at] = value
 
     def send_tail(self) -> Messages:
         """Launch the sum of the tail over the ranks, where no bucket carries it."""
         return Messages(iter([self.gradient_comm.all_reduce(self.tail, blocking=True)]))
 
+    @property
+    def was_last_pass(self) -> bool:
+        """Whether the last round was that of the last pass for all ranks."""
+        return Totals(*self.sums.tolist()).last_passes == self.gradient_comm.ranks
+
     def summed(self, parameters: Sequence[nn.Parameter]) -> None:
         """React to a complete round."""
         count, unused = len(self.indices), self.unused
         self.sums, self.unused = self.tail[count:], []
-        if self.residency.state:
+        if self.residency.whole_state:
             self._drop_unused(unused, parameters)
             return
-        if self.residency.gradients:  # the sums of this round are all
+        if self.residency.whole_gradients:  # the sums of this round are all
             self.begin()
         self.users += self.tail[:count]
         self.totals += self.tail[count : count + 2]
@@ -297,7 +315,7 @@ class ParameterSet:
 
     def begin(self) -> None:
         """Forget the sums: the next round begins them anew."""
-        if not self.residency.state:
+        if not self.residency.whole_state:
             for gradients in self.gradients:
                 gradients.begun = False
             self.users.zero_()
@@ -307,9 +325,9 @@ class ParameterSet:
         """Drop the gradients, and what compression has kept back of them."""
         for reduction in self.reductions:
             reduction.forget()
-        for gradients in self.gradients if self.residency.state else ():
+        for gradients in self.gradients if self.residency.whole_state else ():
             gradients.flat.zero_()
-        for bucket in self.buckets if not self.residency.state else ():
+        for bucket in self.buckets if not self.residency.whole_state else ():
             for parameter in bucket.parameters:
                 parameter.grad = None
         self.begin()
@@ -337,7 +355,7 @@ class ParameterSet:
             return 0
         tail_bytes = 8 * (len(self.indices) + self.total_count)
         sent = 0 if self.tail_in_bucket else all_reduce_bytes(tail_bytes, ranks)
-        if not self.residency.state:
+        if not self.residency.whole_state:
             return sent + sum(bucket.layout.reduce_bytes() for bucket in self.buckets)
         if self.compression is None:
             return sent + sum(all_reduce_bytes(gradients.flat.nbytes, ranks) for gradients in self.gradients)

@@ -36,7 +36,7 @@ from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlice
 from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups, steps_on
 from minidist.parallel.sharding.optimizer.whole_on_owners import Home, WholeOnOwners
 from minidist.parallel.sharding.sets.equal_start import set_for, shared_tensors
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet, Totals
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units.cut_into_units import Units, build
 from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
@@ -49,8 +49,7 @@ class ShardedParameters(Sharded):
     """This rank's shards of a model's parameters, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
-    shared. The other arguments are those of `FullyShard`. average: gradients become means over the ranks, and
-    not sums.
+    shared. The other arguments are those of `FullyShard`.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class ShardedParameters(Sharded):
         initialize: Callable[[nn.Module], object] | None = None,
         prefetch: bool | None = None,
         master: torch.dtype | None = None,
-        average: bool = True,
         **defaults: Any,
     ) -> None:
         super().__init__(sets)
@@ -99,8 +97,6 @@ class ShardedParameters(Sharded):
             how = {choose("all_gather", "auto", over, bucket.values.flat) for bucket in self.buckets}
             prefetch = how != {"shared_memory"}
         self.orders = None
-        for param_set in sets:
-            param_set.configure(average, memory=memory, sum_dtype=master)
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
         self._accumulates = False  # whole gradients add up on this rank, in `grad`
         self.had_gradient = bytearray(len(self.parameters))  # on this rank, since `forget`
@@ -223,7 +219,7 @@ class ShardedParameters(Sharded):
 
         ZeRO 3 does not: this changes nothing there, since whole gradients would take n times the memory.
         """
-        self._accumulates = self.residency.gradients
+        self._accumulates = self.residency.whole_gradients
         try:
             yield
         finally:
@@ -231,20 +227,20 @@ class ShardedParameters(Sharded):
 
     def synchronize(self) -> tuple[float, float]:
         """Complete the gradients; returns the totals, summed over the ranks."""
-        weight, loss = self.sum_over_ranks(*self._own)
+        weight, loss = self.sum_over_ranks(self._own.weight, self._own.loss)
         return weight, loss
 
-    def sum_over_ranks(self, *totals: float | Tensor) -> list[float]:
+    def sum_over_ranks(self, weight: float | Tensor = 0.0, loss: float | Tensor = 0.0) -> list[float]:
         """Complete the gradients: settle which parameters any rank used. `step` does it if nobody has.
 
-        Returns the sums over the ranks of up to two numbers. Sends 2 (n - 1) / n 8 (P + 2) bytes for P
-        parameters.
+        Returns the sums over the ranks of two numbers, in an engine's step of weight and loss. Sends
+        2 (n - 1) / n 8 (P + 2) bytes for P parameters.
         """
         self.runtime.finish()
         users: dict[int, float] = {}
         for param_set in self.sets:
             param_set.unused = [index for index in param_set.indices if not self.had_gradient[index]]
-            param_set.fill_tail(totals)
+            param_set.fill_tail(Totals(weight, loss))
             param_set.send_tail().complete()
             users.update(zip(param_set.indices, param_set.tail.tolist(), strict=False))
         for whole in self.on_owners:

@@ -66,7 +66,7 @@ class Dealer:
             if id(parameter) not in numbers:
                 index = numbers[id(parameter)] = len(numbers)
                 self.parameters.append(parameter)
-                if not self.sets[0].residency.state:
+                if not self.sets[0].residency.whole_state:
                     group = group_of.get(id(parameter))
                     tensor = parameter if group is None else master_of(parameter, self._whole_master)
                     if tensor is not parameter and parameter in state:  # which the optimizer began with
@@ -104,7 +104,7 @@ class Dealer:
             numbered = [(str(numbers[index]), self.parameters[index]) for index in sorted(numbers)]
             require_same("sets of parameters", numbered, over.group)
         order, sparse = agree_on_order([*seen], count, over, device), list[int]()
-        if self.sets[0].residency.state:  # then every rank gets the rows of sparse gradients
+        if self.sets[0].residency.whole_state:  # then every rank gets the rows of sparse gradients
             grads = [p.grad for p in self.parameters]
             is_sparse = torch.tensor([int(g is not None and g.is_sparse) for g in grads], device=device)
             anywhere = comm.all_reduce(is_sparse, "max", group=over.group).tolist()
@@ -127,14 +127,14 @@ class Dealer:
         for param_set in self.sets:
             indices = set(param_set.indices)
             part = [index for index in order if index in indices]
-            if param_set.residency.state:
+            if param_set.residency.whole_state:
                 part = [index for index in part if index not in sparse]
             new = list[Bucket[Any]]()
             for is_cut in (True, False):
                 work = None if is_cut else work_of(type(self.slices.optimizer))
                 chosen = [i for i in part if self.slices.may_cut(group_of.get(i)) == is_cut]
                 new += param_set.deal(self.parameters, chosen, self.limit, work, self.name_of)
-            if not param_set.residency.state:
+            if not param_set.residency.whole_state:
                 self._move_state(new, part, group_of)
 
     def deal_saved(self, order: Sequence[Sequence[str]] | None) -> None:

@@ -31,16 +31,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from minidist.parallel.compression.sparse_gradients import gather_sparse
 from minidist.parallel.flat.gradients import Gradients, Messages
 from minidist.parallel.sharding.optimizer.parameter_groups import steps_on
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet, Totals
 from minidist.parallel.sharding.whole.dealing import Dealer
+
+OF_ROWS, OF_PADDING = 1, 2
+"""Bits: a pass over rows that count brought a gradient; one over padding did. A parameter may have both."""
 
 
 class Came(Enum):
-    """What has come since the last `finish_round`."""
+    """What has come since the last `finish_round`. A gradient moves this on, and so does the end of backward.
+
+    `finish_round` sums what was KEPT or is UNSENT, ends the round that is SENDING, and leaves what is SUMMED.
+    """
 
     NOTHING = "no gradient"
-    KEPT = "gradients that add up on this rank, as they should"
-    UNSENT = "gradients that wait for `finish_round`; a step on them would come too early"
+    KEPT = "gradients that add up on this rank, as they should: not `syncing`"
+    UNSENT = "gradients that wait for `finish_round`, without `overlap`; a step on them would come too early"
     SENDING = "gradients that a backward pass sends as buckets become full"
     SUMMED = "gradients that a backward pass has sent and summed"
 
@@ -65,19 +71,12 @@ class Reducer:
         self.parameters = [*dealer.parameters]
         self.buckets: list[tuple[ParameterSet, Gradients]] | None = None
         self.syncing = True
-        self._totals: Sequence[float | Tensor] = ()
-        self._waits = True
-        self._came = Came.NOTHING
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
-        self._next = 0  # the bucket to be sent next
         self._set_of = {index: param_set for param_set in self.sets for index in param_set.indices}
-        self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
-        # Gradients came 1: of rows that count; 2: of padding; 3: of both.
-        self._rows = bytearray(len(self.parameters))
-        self._number_of: dict[int, int] = {}  # of each parameter's bucket; -1 for none
+        self._bucket_of: dict[int, int] = {}  # the number of each one's bucket; len(buckets) for none
         self._expected: list[int] = []  # for each bucket, and last for none, its gradients in a round
-        self._lacking: list[int] = []  # those that it still lacks
         self._running: list[Messages] = []
+        self._begin_round()
         itself = weakref.ref(self)  # the parameters outlive the wrapper; it must not live on in their hooks
         hooks: list[Any] = [
             self.parameters[index].register_post_accumulate_grad_hook(_hook(itself, index))  # type: ignore[no-untyped-call]
@@ -88,27 +87,36 @@ class Reducer:
         self._removal = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._removal.atexit = False
 
+    def _begin_round(self) -> None:
+        """Set what holds for one round only."""
+        self._totals, self._ends_with_backward = Totals(), True  # see `expect`
+        self._came = Came.NOTHING
+        self._next = 0  # the bucket to be sent next
+        self._lacking = [*self._expected]  # for each bucket, and last for none, the gradients that it lacks
+        self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
+        self._brought_by = bytearray(len(self.parameters))  # OF_ROWS, OF_PADDING, both, or neither
+
     def detach(self) -> None:
         """Take the hooks off the parameters; their gradients stay as they are."""
         self._removal()
 
-    def expect(self, totals: Sequence[float | Tensor], waits: bool = True) -> None:
+    def expect(self, totals: Totals, waits: bool = True) -> None:
         """Have the next round also sum `totals`. waits: whether a backward pass finishes it at its end."""
-        self._totals, self._waits = totals, waits
+        self._totals, self._ends_with_backward = totals, waits
 
     # Backward: gradients come, and complete buckets go.
 
     def arrived(self, param_index: int) -> None:
         """React to a gradient that autograd has accumulated."""
         param_set, parameter = self._set_of[param_index], self.parameters[param_index]
-        self._rows[param_index] |= 1 if param_set.gradient_comm.pass_has_rows else 2
+        self._brought_by[param_index] |= OF_ROWS if param_set.gradient_comm.pass_has_rows else OF_PADDING
         reducing = self.syncing and self.overlap
         if not reducing:
             if self._came not in (Came.UNSENT, Came.SENDING):
                 self._came = Came.UNSENT if self.syncing else Came.KEPT
         elif self._came is not Came.SENDING:
             self._came = Came.SENDING
-            if self._waits:
+            if self._ends_with_backward:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.buckets is None:
             self._order.setdefault(param_index)
@@ -125,7 +133,7 @@ class Reducer:
             )
         param_set.place(param_index, parameter, param_set.scale)
         self._ready[param_index] = True
-        self._lacking[self._number_of[param_index]] -= 1
+        self._lacking[self._bucket_of[param_index]] -= 1
         while self._next < len(self.buckets) and not self._lacking[self._next]:
             self._reduce_next(self.buckets, blocking=False)
 
@@ -142,7 +150,7 @@ class Reducer:
 
     def _fill_tail(self, param_set: ParameterSet) -> None:
         for index in param_set.indices:
-            if self._rows[index] == 2:
+            if self._brought_by[index] == OF_PADDING:
                 param_set.unused.append(index)
                 if (grad := self.parameters[index].grad) is not None and grad.is_sparse:
                     self.parameters[index].grad = None  # no optimizer may see its rows
@@ -176,7 +184,7 @@ class Reducer:
 
         # Launch what the backward pass has not, bucket by bucket, so that few are full at once.
         missing: list[list[int]] = [[] for _ in (*buckets, None)]  # the last: of no bucket
-        for index, number in self._number_of.items():
+        for index, number in self._bucket_of.items():
             if not self._ready[index]:
                 missing[number].append(index)
         for number, indices in enumerate(missing):
@@ -201,24 +209,23 @@ class Reducer:
 
         for param_set in self.sets:
             param_set.summed(self.parameters)
-        self._totals, self._waits, self._next, self._came = (), True, 0, Came.NOTHING
-        self._ready, self._rows = bytearray(len(self._ready)), bytearray(len(self._rows))
-        self._lacking = [*self._expected]
+        self._begin_round()
 
     def settle(self) -> list[tuple[ParameterSet, Gradients]]:
         """The buckets. The first call deals the parameters to them, which is a collective."""
         if self.buckets is None:
             self.buckets = self._dealer.first_round(self._order)
-            self._number_of = dict.fromkeys(self._set_of, -1)
+            no_bucket = len(self.buckets)
+            self._bucket_of = dict.fromkeys(self._set_of, no_bucket)
             last: dict[int, int] = {}  # for each set; its sparse gradients wait for this bucket
             for number, (param_set, gradients) in enumerate(self.buckets):
-                self._number_of |= dict.fromkeys(gradients.layout.param_indices, number)
+                self._bucket_of |= dict.fromkeys(gradients.layout.param_indices, number)
                 last[id(param_set)] = number
             for index, param_set in self._set_of.items():
-                if self._number_of[index] < 0:
-                    self._number_of[index] = last.get(id(param_set), -1)
-            self._expected = [0] * (len(self.buckets) + 1)
-            for number in self._number_of.values():
+                if self._bucket_of[index] == no_bucket:
+                    self._bucket_of[index] = last.get(id(param_set), no_bucket)
+            self._expected = [0] * (no_bucket + 1)
+            for number in self._bucket_of.values():
                 self._expected[number] += 1
             self._lacking = [*self._expected]
         return self.buckets

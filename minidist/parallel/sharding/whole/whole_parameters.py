@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.joined_messages import MB, broadcast_together
 from minidist.parallel.guards.claims import BY_DATA_PARALLEL, BY_ZERO, claim, trainers
 from minidist.parallel.guards.refusals import refuse_added
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.sets.equal_start import named_in, set_for, start_new_equal
-from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet, Totals
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units.units import weakly
 from minidist.parallel.sharding.whole.dealing import Dealer
@@ -47,9 +46,8 @@ class WholeParameters(Sharded):
     named: gives the parameters with their names, the same on all ranks; called again when they may have
     changed. sets: how they are shared. slices, groups: this rank's part of the optimizer, and its groups of
     whole parameters; none for a loop of data parallelism, which has an optimizer of its own. module: is
-    watched for parameters that are added to its parts. group_names: see `Sharded`. average: gradients become
-    means over the ranks, and not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's
-    buffers of the module to all before each pass that sends gradients.
+    watched for parameters that are added to its parts. group_names: see `Sharded`. broadcast_buffers: send
+    rank 0's buffers of the module to all before each pass that sends gradients.
     """
 
     def __init__(
@@ -63,9 +61,6 @@ class WholeParameters(Sharded):
         group_names: Sequence[Sequence[str]] = (),
         bucket_mb: float = 25,
         overlap: bool = True,
-        compression: Compression | None = None,
-        average: bool = True,
-        leaves_grad: bool = False,
         broadcast_buffers: bool = False,
     ) -> None:
         super().__init__(sets)
@@ -74,10 +69,8 @@ class WholeParameters(Sharded):
             self.model = module
         self.slices = OptimizerSlices.none() if slices is None else slices
         self.optimizer = self.slices.optimizer
-        self._overlap, self._leaves_grad = overlap, leaves_grad
+        self._overlap, self._leaves_grad = overlap, self.sets[0].leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
-        for each in self.sets:
-            each.configure(average, compression, leaves_grad)
         limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
         self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of, masters=module is not None)
         self.parameters = self._dealer.parameters
@@ -99,8 +92,7 @@ class WholeParameters(Sharded):
         """Share the parameters in an optimizer's groups, in a loop, from rank 0's values on."""
         start_new_equal(named_in(groups), param_set)
         named = partial(named_in, groups)  # no method of a face: hooks would keep it alive
-        leaves_grad = param_set.residency.gradients
-        return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb, leaves_grad=leaves_grad)
+        return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb)
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
         """Share parameters that the last group now has, too, from rank 0's values on. A collective."""
@@ -232,28 +224,24 @@ class WholeParameters(Sharded):
     def _accumulate(self, accumulates: bool) -> None:
         self._accumulates = accumulates
         if self.reducer is not None:
-            is_kept = self.residency.gradients
+            is_kept = self.residency.whole_gradients
             self.reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
 
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
-        """Have the next backward pass complete the round, which also sums weight and loss over the ranks.
-
-        Where the state is shared, a third total counts the ranks for which this is the step's last pass.
-        """
+        """Have the next backward pass complete the round, which also sums weight and loss over the ranks."""
         super().begin_final_backward(weight, loss_sum, waits)
         if self.reducer is not None:
-            self.reducer.expect((weight, loss_sum, 1.0), waits)
+            self.reducer.expect(self._own, waits)
 
     def synchronize(self) -> tuple[float, float]:
         """Sum the gradients; returns the totals, summed over the ranks.
 
         Where every backward pass is a round, ranks may have had different numbers of them: each takes part in
-        the others' until it was the last one for all.
+        the others' until it was the last one for all (`Totals.last_passes`).
         """
         self.sum_over_ranks(of_all_passes=True)
         if self.reducer is None:
-            weight, loss = map(float, self._own)
-            return weight, loss
+            return float(self._own.weight), float(self._own.loss)
         first = self.sets[0]
         weight, loss = (first.totals if self.sharded else first.sums).tolist()
         return weight, loss
@@ -271,9 +259,9 @@ class WholeParameters(Sharded):
             self.follow_changes()
         if self.reducer is not None:
             self.reducer.finish_round()
-            is_counted, first = of_all_passes and not self.residency.gradients, self.sets[0]
-            while is_counted and first.sums[2] < first.gradient_comm.ranks:
-                self.reducer.expect((0.0, 0.0, 1.0))
+            is_counted = of_all_passes and not self.residency.whole_gradients
+            while is_counted and not self.sets[0].was_last_pass:
+                self.reducer.expect(Totals(last_passes=1.0))
                 self.reducer.finish_round()
         self.gradients_are = Progress.SUMMED
 

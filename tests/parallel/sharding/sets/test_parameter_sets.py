@@ -5,16 +5,17 @@ That the sets train to the weights of one process, and what breaks that, is test
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-import torch
 from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.contract.residency import ROWS
+from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.share_model import share_model
+from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
 from tests.conftest import Clusters
 from tests.helpers.contract import ADAMW, own_rows
 from tests.parallel.experts.test_expert_layouts import CASE, gpt
@@ -48,19 +49,23 @@ def test_each_set_sends_and_keeps_what_its_row_says(cluster_of: Clusters, zero: 
         assert memory.parameters <= F64 * (dense + expert) + padding
         assert sent == formula
     *_, (dense, expert), _ = found[0]
-    copies = (RANKS, RANKS) if row.state else (1, 2)  # two pairs
+    copies = (RANKS, RANKS) if row.whole_state else (1, 2)  # two pairs
     state = 2 * F64 * (copies[0] * dense + copies[1] * expert)
     assert state <= sum(memory.optimizer for _, _, memory, _, _ in found) <= 1.01 * state
 
 
+def shared_by(rows: Sequence[Residency]) -> WholeParameters:
+    """A model whose parameters are in sets of these rows."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return WholeParameters(model.named_parameters, [ParameterSet(row, GradientComm(None)) for row in rows])
+
+
 def test_sets_are_whole_together_or_not_at_all() -> None:
-    model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ParameterSet(ROWS[1], GradientComm(None))
     with pytest.raises(ValueError, match="either all sets of parameters are whole between steps, or none"):
-        share_model(model, torch.optim.SGD, ROWS[3], others=[other])
+        shared_by([ROWS[3], ROWS[1]])
 
 
 def test_sets_with_two_rows_are_refused() -> None:
     """Both are whole between steps, and only the experts' state would be."""
-    model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ParameterSet(ROWS[0], GradientComm(None))
     with pytest.raises(ValueError, match=r"state=False.*state=True.*: give all sets one row"):
-        share_model(model, torch.optim.SGD, ROWS[1], others=[other])
+        shared_by([ROWS[1], ROWS[0]])
