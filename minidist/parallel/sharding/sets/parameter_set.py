@@ -329,8 +329,9 @@ class ParameterSet:
             for gradients in self.gradients:
                 gradients.flat.zero_()
         else:
-            for parameter in (parameter for bucket in self.buckets for parameter in bucket.parameters):
-                parameter.grad = None
+            for bucket in self.buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
         self.begin()
 
     def rescale(self, factor: float, kept: bool) -> None:

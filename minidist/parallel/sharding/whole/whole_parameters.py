@@ -296,9 +296,9 @@ class WholeParameters(Sharded):
         if self.sharded:
             for param_set in self.sets:
                 param_set.begin()
-        if self.sharded and not self._leaves_grad:
-            for index in (index for param_set in self.sets for index in param_set.indices):
-                self.parameters[index].grad = None  # sums in one part, its own gradients in the others
+                if not self._leaves_grad:
+                    for index in param_set.indices:
+                        self.parameters[index].grad = None  # sums in one part, its own in the others
         return loss
 
     def forget(self) -> None:
