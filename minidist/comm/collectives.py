@@ -117,9 +117,9 @@ def reduce_scatter(
     does not depend on timing; gloo's own reduce-scatter sends as much as an all-reduce.
 
     Args:
-        x: (n k, ...), the same shape and dtype on all ranks; it is not changed.
+        x: (n k, ...), the same shape and dtype on all ranks; it is not changed, except where `out` is.
         op, algorithm, group, async_op: as for `all_reduce`.
-        out: (k, ...), where to put the shard; None for a new tensor.
+        out: (k, ...), where to put the shard; None for a new tensor. It may be this rank's own part of `x`.
 
     Returns:
         This rank's shard, (k, ...), or the `Work` whose `wait()` returns it.

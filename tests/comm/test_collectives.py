@@ -7,6 +7,7 @@ import pydoc
 import re
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import minidist as md
 from minidist import comm
 from minidist.comm.transport.gloo_workarounds import tree_children
+from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import REDUCE, exact, expected, inputs
 from tests.conftest import Clusters
 from tests.helpers.clocks import until
@@ -203,6 +205,33 @@ def test_large_reduce_scatters_over_sockets_go_in_chunks(op: str) -> None:
         patch.setattr(gloo_workarounds, "CHUNK", 64)
         share = comm.reduce_scatter(parts[md.rank()], op, algorithm="torch")
     torch.testing.assert_close(share, REDUCE[op](parts)[6 * md.rank() : 6 * md.rank() + 6])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_shard_may_take_the_place_of_ones_own_part(small_buffers: Clusters, ranks: int) -> None:
+    """By every algorithm, in one chunk or several, whoever has its tensor in shared memory."""
+    small_buffers(ranks).run(scatter_into_own_parts)
+
+
+def scatter_into_own_parts() -> None:
+    from minidist.comm.transport import gloo_workarounds
+
+    rank, ranks = md.rank(), md.size()
+    own = slice(6 * rank, 6 * rank + 6)
+    parts = inputs(4, (6 * ranks, 5), torch.float64, ranks)
+    memory = comm.empty_shared(parts[0].shape, parts.dtype)
+    ways = product(ALGORITHMS["reduce_scatter"], ("sum", "mean", "max"), ("all", "one", "none"), (64, 2**23))
+    for algorithm, op, sharing, chunk in ways:
+        for is_async in (False, True):
+            x = memory if sharing == "all" or (sharing == "one" and rank == 0) else parts[rank].clone()
+            out = x.copy_(parts[rank])[own]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gloo_workarounds, "CHUNK", chunk)
+                found: Any = comm.reduce_scatter(x, op, algorithm, out=out, async_op=is_async)
+                assert (found.wait() if is_async else found) is out
+            wanted = parts[rank].clone()
+            wanted[own] = REDUCE[op](parts)[own]
+            torch.testing.assert_close(x, wanted)
 
 
 ON_THE_WIRE = {

@@ -236,7 +236,8 @@ class GradientsToOwners:
 
     def _reduce_to_owners(self, blocking: bool) -> Iterator[PendingMessage]:
         """A reduce-scatter; with hybrid sharding an all-reduce over the owners of this share follows."""
-        if not self.layout.length:
+        if not self.layout.length:  # of empty parameters alone
+            self.give_back()
             return
         own, reduced = self.flat[self.layout.own_range], self.reduced
         direct = not self.begun and (own.dtype, own.device) == (reduced.dtype, reduced.device)

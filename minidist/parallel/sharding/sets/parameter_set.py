@@ -325,19 +325,22 @@ class ParameterSet:
         """Drop the gradients, and what compression has kept back of them."""
         for reduction in self.reductions:
             reduction.forget()
-        for gradients in self.gradients if self.residency.whole_state else ():
-            gradients.flat.zero_()
-        for bucket in self.buckets if not self.residency.whole_state else ():
-            for parameter in bucket.parameters:
-                parameter.grad = None
+        if self.residency.whole_state:
+            for gradients in self.gradients:
+                gradients.flat.zero_()
+        else:
+            for bucket in self.buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
         self.begin()
 
     def rescale(self, factor: float, kept: bool) -> None:
         """Multiply the gradients in the buckets, and with `kept` what compression has kept back of them."""
         for gradients in self.gradients:
             gradients.reduced.mul_(factor)
-        for reduction in self.reductions if kept else ():
-            reduction.rescale(factor)
+        if kept:
+            for reduction in self.reductions:
+                reduction.rescale(factor)
         for parameter in self.sparse:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

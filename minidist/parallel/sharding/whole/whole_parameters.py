@@ -277,8 +277,9 @@ class WholeParameters(Sharded):
         """This rank's part of the sums, which the slices get now if they have not."""
         if self.gradients_are is Progress.SUMMED:
             users: dict[int, float] = {}
-            for param_set in self.sets if self.sharded else ():
-                users.update(zip(param_set.indices, param_set.users.tolist(), strict=True))
+            if self.sharded:
+                for param_set in self.sets:
+                    users.update(zip(param_set.indices, param_set.users.tolist(), strict=True))
             self.slices.give_gradients(users)
             self.gradients_are = Progress.GIVEN
         return self.slices.gradients()
@@ -292,10 +293,12 @@ class WholeParameters(Sharded):
 
         loss = self.slices.update(use_gradients, self.publish, closure, **options)
         self.slices.drop_gradients()
-        for param_set in self.sets if self.sharded else ():
-            param_set.begin()
-            for index in param_set.indices if not self._leaves_grad else ():
-                self.parameters[index].grad = None  # sums in one part, its own gradients in the others
+        if self.sharded:
+            for param_set in self.sets:
+                param_set.begin()
+                if not self._leaves_grad:
+                    for index in param_set.indices:
+                        self.parameters[index].grad = None  # sums in one part, its own in the others
         return loss
 
     def forget(self) -> None:
@@ -308,10 +311,11 @@ class WholeParameters(Sharded):
         """Forget the sums of a step's gradients."""
         self.gradients_are = Progress.OWN
         self.slices.drop_gradients()
-        if self.sharded and self.reducer is not None:
-            self.reducer.recover()
-        for param_set in self.sets if self.sharded else ():
-            param_set.begin()
+        if self.sharded:
+            if self.reducer is not None:
+                self.reducer.recover()
+            for param_set in self.sets:
+                param_set.begin()
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the gradients; with `kept` also what compression has kept back of them."""
@@ -319,11 +323,13 @@ class WholeParameters(Sharded):
             for gradient in self.gradients():  # shares (ZeRO 1 and 2), or those of the masters
                 gradient.mul_(factor)
             return
-        for param_set in self.sets if self.reducer is not None else ():  # data parallelism
-            param_set.rescale(factor, kept)
-        for parameter in self._all if self.reducer is None else ():  # this rank is alone
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        if self.reducer is not None:  # data parallelism
+            for param_set in self.sets:
+                param_set.rescale(factor, kept)
+        else:  # this rank is alone
+            for parameter in self._all:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
         if self.gradients_are is Progress.GIVEN:
             self.slices.give_whole_gradients()  # masters take theirs anew
 

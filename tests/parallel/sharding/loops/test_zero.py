@@ -68,6 +68,31 @@ def test_gradients_are_freed_as_backward_goes() -> None:
     assert storage_bytes(zero.shared.sets[0].tensors()) == 12 * 512 // 2 + 2 * 512
 
 
+@on_ranks(2)
+def test_a_bucket_of_empty_parameters_gives_its_memory_back() -> None:
+    """Others use that memory too: they would need new one in each round."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), AddsNothing(), nn.Linear(8, 8)).double()
+    zero = md.ZeroOptimizer(layers.parameters(), OPTIM.SGD, stage=2, bucket_mb=0, lr=0.1)
+    for _ in range(3):
+        layers(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        gradients = [bucket.gradients for bucket in zero.shared.buckets]
+        assert [each.layout.length for each in gradients].count(0) == 1
+        assert not [each for each in gradients if each.holds]
+        assert {each.memory.holder for each in gradients} == {None}
+        zero.step()
+
+
+class AddsNothing(nn.Module):
+    """Adds a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.nothing.sum()
+
+
 # In a loop of one's own, as torch's ZeroRedundancyOptimizer is used.
 
 
