@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -208,8 +209,8 @@ class Rung(Step):
             raise TypeError(f"out is {out.dtype}, and a and b are {a.dtype}: pass an out of that dtype")
         if not (out.flags.writeable and out.flags.aligned):
             raise ValueError("out is read-only or not aligned in memory: pass an array that can be written")
-        if out.size and any(step == 0 and n > 1 for step, n in zip(out.strides, shape, strict=True)):
-            raise ValueError("out has rows or columns that are the same memory: pass an array of its own")
+        if meets_itself(shape, out.strides):
+            raise ValueError("out has elements that are the same memory: pass an array of its own")
         for name, x in (("a", a), ("b", b)):
             if np.may_share_memory(out, x) and np.shares_memory(out, x):
                 raise shared_memory(name)
@@ -260,6 +261,15 @@ def check_sizes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
             f"a has shape {tuple(a)} and b has shape {tuple(b)}, which do not multiply: "
             f"the columns of a ({a[1]}) must be as many as the rows of b ({b[0]})"
         )
+
+
+def meets_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements of a matrix are the same memory. strides: in elements, or bytes of whole ones."""
+    (rows, columns), (down, right) = shape, map(abs, strides)
+    if rows * columns < 2:
+        return False
+    common = math.gcd(down, right)  # so many columns right are so many rows down
+    return not common or (right // common < rows and down // common < columns)
 
 
 def shared_memory(name: str) -> ValueError:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .rung import Rung, check_kinds, check_sizes, dtype_name, shared_memory
+from .rung import Rung, check_kinds, check_sizes, dtype_name, meets_itself, shared_memory
 
 
 def operands(torch: Any, a: Any, b: Any, out: Any, rung: Rung) -> tuple[Any, Any, Any]:
@@ -87,8 +87,7 @@ def _check_out(torch: Any, a: Any, b: Any, out: Any, sums: str) -> None:
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise TypeError("out requires a gradient, which a rung does not record: pass tensor.detach()")
-    strides = [(n, s) for n, s in zip(out.shape, out.stride(), strict=True) if n > 1]
-    if out.is_neg() or any(s == 0 for _, s in strides):
+    if out.is_neg() or meets_itself(out.shape, out.stride()):
         raise ValueError("out is a view in which one element stands for several: pass a tensor of its own")
     for name, x in (("a", a), ("b", b)):
         if _overlap(out, x):

@@ -536,7 +536,7 @@ cluster.close()
 # | `gpipe`, `one_f_one_b` | plain/pipeline.py: [`gpipe`](../minidist/plain/pipeline.py), [`one_f_one_b`](../minidist/plain/pipeline.py) | parallel/schedules/gpipe_to_zero_bubble.py: [`gpipe`](../minidist/parallel/schedules/gpipe_to_zero_bubble.py), [`one_f_one_b`](../minidist/parallel/schedules/gpipe_to_zero_bubble.py) |
 # | `bubble` | – | parallel/schedules/simulation.py: [`simulate`](../minidist/parallel/schedules/simulation.py) |
 # | `my_schedule` | – | parallel/schedules/gpipe_to_zero_bubble.py: [`zero_bubble`](../minidist/parallel/schedules/gpipe_to_zero_bubble.py) |
-# | what runs a schedule | plain/pipeline.py: [`run`](../minidist/plain/pipeline.py) | parallel/pipeline/execution.py: [`ScheduleRun.execute`](../minidist/parallel/pipeline/execution.py) |
+# | what runs a schedule | plain/pipeline.py: [`run`](../minidist/plain/pipeline.py) | parallel/pipeline/schedule_run.py: [`ScheduleRun.execute`](../minidist/parallel/pipeline/schedule_run.py) |
 #
 # The rungs send the same messages as your `step`, and their schedules are your lists, with `("F", 3)` for
 # `Instruction("forward", 3)`. They cut the layers by number and not by weight. The engine also writes the sends

@@ -1,14 +1,16 @@
 """What every rung has from `Rung`: its checks, sizes of 0, `out`; and finding a rung by name."""
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from minidist.kernels import ATTENTION_LADDER, CPU_LADDER, Rung, rung
-from minidist.kernels.rung import empty
+from minidist.kernels.rung import empty, meets_itself
 from tests.helpers.fresh_python import output_of
 from tests.helpers.products import skip_unless_it_runs
 from tests.helpers.refusals import refuses
@@ -98,10 +100,18 @@ test_wrong_arguments_are_named_with_their_values = refuses(
     ((ONES, ONES.T, read_only()), ["read-only"]),
     ((ONES, ONES.T, unaligned()), ["not aligned"]),
     ((ONES, ONES.T, torch.zeros(1, 2).double().expand(2, 2).numpy()), ["same memory"]),
+    ((ONES, ONES.T, as_strided(np.zeros(3), (2, 2), (8, 8))), ["same memory"]),
     ((ONES, ONES.T, [[0.0, 0.0], [0.0, 0.0]]), TypeError, ["out is a list"]),
     ((ONES, ONES.T, torch.zeros(2, 2)), TypeError, ["out is a torch tensor"]),
     literal=True,
 )
+
+
+def test_a_matrix_that_meets_itself_is_known():
+    for rows, columns, down, right in itertools.product(range(5), range(5), range(-6, 7), range(-6, 7)):
+        places = [i * down + j * right for i in range(rows) for j in range(columns)]
+        found = meets_itself((rows, columns), (down, right))
+        assert found == (len({*places}) < len(places)), (rows, columns, down, right)
 
 
 @pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.contract.batch import (
@@ -27,6 +28,7 @@ from minidist.parallel.contract.batch import (
 )
 from minidist.parallel.contract.kept_attributes import evaluating
 from minidist.parallel.contract.user_functions import Loss
+from minidist.parallel.engine.same_rows import require_same_batches
 from minidist.parallel.engine.step_executor import StepExecutor, takes_model
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.guards.refusals import require_metric
@@ -59,7 +61,7 @@ def means(
     is_one = executor.objective.takes_model
     loads = targets is NOTHING and is_loader(inputs)
     with evaluating([part.model]):
-        for batch, is_padding in aligned(inputs, group) if loads else [(inputs, False)]:
+        for batch, is_padding in aligned(inputs, group, part.mesh) if loads else [(inputs, False)]:
             for pair in pairs_of(batch, targets, is_one):
                 require_batch(*pair)
                 is_empty = not rows_of(pair[0])
@@ -115,15 +117,17 @@ def is_loader(given: Any) -> bool:
     return not isinstance(given, list) or is_list(given)
 
 
-def aligned(loader: Iterable[Any], group: Group) -> Iterator[tuple[Any, bool]]:
+def aligned(loader: Iterable[Any], group: Group, mesh: Mesh) -> Iterator[tuple[Any, bool]]:
     """A rank's batches, and whether each is padding: until all of the group's ranks have run out.
 
     A rank that has run out gets its last batch again, as padding. A rank without any batch gets the first
-    batch of another rank. Each batch sends n - 1 bytes, and the end as many.
+    batch of another rank. Each batch sends n - 1 bytes, and the end as many; with pp, tp or cp each also
+    sends 16 (N - 1) over all N ranks. Raises ValueError if ranks that pass the same rows do not end together.
     """
     batches, batch, is_first = iter(loader), NOTHING, True
     while True:
         new = next(batches, NOTHING)
+        require_same_batches(mesh.rank("dp"), mesh.size("dp"), int(new is not NOTHING))
         own = torch.tensor([new is not NOTHING], dtype=torch.uint8, device=comm.device())
         have = comm.all_gather(own, group=group).tolist() if len(ranks_of(group)) > 1 else own.tolist()
         if not any(have):

@@ -1,13 +1,15 @@
 """Were ranks that have to pass the same rows given the same? Those that split the model, and not the batch.
 
 A rank that picks rows by its own number, and not by `engine.data_rank`, trains on inputs and targets that do
-not belong together, without an error. The first step looks, and each rehearsed one.
+not belong together, without an error. The first step looks, and each rehearsed one. Where they come from
+loaders, each batch looks whether one has ended before another.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
@@ -25,16 +27,29 @@ def require_same_rows(data_rank: int, data_ranks: int, pairs: Sequence[Pair]) ->
     if data_ranks == comm.size():
         return
     own = hashlib.sha256(repr([rows_of(inputs) for inputs, _ in pairs]).encode())
-    for _, x in (each for pair in pairs for each in tensors(pair)):
+    for _, x in sorted((each for pair in pairs for each in tensors(pair)), key=itemgetter(0)):
         own.update(raw_bytes(x.resolve_conj()))
-    told = [data_rank, int.from_bytes(own.digest()[:7], "big")]
     with held_back():
-        everyones = comm.all_gather(torch.tensor(told, device=comm.device())).view(-1, len(told)).tolist()
+        _require_alike("rows", data_rank, int.from_bytes(own.digest()[:7], "big"))
+
+
+def require_same_batches(data_rank: int, data_ranks: int, batches: int) -> None:
+    """ValueError, on all ranks, where loaders of the same `data_rank` gave different numbers of batches.
+
+    A collective as above, of as many bytes, which ledgers have.
+    """
+    if data_ranks < comm.size():
+        _require_alike("numbers of batches", data_rank, batches)
+
+
+def _require_alike(what: str, data_rank: int, own: int) -> None:
+    told = torch.tensor([[data_rank, own]], device=comm.device())
+    everyones = comm.all_gather(told).tolist()
     first: dict[int, tuple[int, int]] = {}
-    for rank, (index, digest) in enumerate(everyones):
-        other, known = first.setdefault(index, (rank, digest))
-        if digest != known:
+    for rank, (index, theirs) in enumerate(everyones):
+        other, known = first.setdefault(index, (rank, theirs))
+        if theirs != known:
             raise ValueError(
-                f"ranks {other} and {rank} were given different rows, and all ranks of a pipeline, or of tp "
-                "or cp, pass the same: pick them by engine.data_rank of engine.data_ranks, not by the rank"
+                f"ranks {other} and {rank} were given different {what}, and all ranks of a pipeline, or of "
+                "tp or cp, pass the same: pick them by engine.data_rank of engine.data_ranks, not by the rank"
             )

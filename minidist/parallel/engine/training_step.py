@@ -273,10 +273,12 @@ class Engine:
 
         A rank whose loader has ended gets its last batch again. It takes part in every collective with it,
         but with weight 0. (A rank without any gets one of another rank.) Torch's counterpart is `Join`. Each
-        batch sends n - 1 bytes over the data-parallel ranks, and the end as many.
+        batch sends n - 1 bytes over the data-parallel ranks, and the end as many. Ranks of a pipeline, or of
+        tp or cp, pass the same batches: ValueError, on all ranks, where one ends before another. That sends
+        16 (N - 1) bytes more for each, over all N ranks.
         """
         try:
-            for batch, is_padding in evaluation.aligned(loader, self.strategy.group):
+            for batch, is_padding in evaluation.aligned(loader, self.strategy.group, self.mesh):
                 self._is_padding = is_padding
                 yield batch
         finally:

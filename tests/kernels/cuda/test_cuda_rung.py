@@ -122,6 +122,7 @@ test_wrong_arguments_are_named_with_their_values = refuses(
     ((A, B, torch.zeros(2, 2).double()), TypeError, ["out is torch.float64"]),
     ((A, B, torch.zeros(2, 2, device="meta")), TypeError, ["out is torch.strided on meta"]),
     ((A, B, torch.zeros(1, 2).expand(2, 2)), ["one element stands for several"]),
+    ((A, B, torch.zeros(3).as_strided((2, 2), (1, 1))), ["one element stands for several"]),
     ((A, B, torch.zeros(2, 2, requires_grad=True)), TypeError, ["out requires a gradient"]),
     ((A, B, A[:, :2]), ["out shares memory with a"]),
     ((A.numpy(), B.numpy(), torch.zeros(2, 2)), TypeError, ["out is a torch tensor"]),

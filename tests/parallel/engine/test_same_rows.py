@@ -60,3 +60,26 @@ def test_it_costs_a_settled_step_nothing_and_data_ranks_pass_rows_of_their_own(l
         for step in range(4):  # noqa: B007 (`counted` uses it)
             engine.step(x, y)
     assert asked == ([0] if layout == "pp=2" else [])
+
+
+@on_ranks(2, layout=["pp=2", "tp=2", "dp=2"])
+def test_loaders_that_end_apart_are_refused_where_ranks_pass_the_same(layout: str) -> None:
+    engine, data = engine_of(layout, rehearse=False), [(torch.ones(4, 8), torch.ones(4, 8))] * 3
+    if layout == "dp=2":  # the rank whose loader has ended takes part with weight 0
+        assert len([engine.step(*batch) for batch in engine.batches(data[md.rank() :])]) == 3
+        return
+    says = r"^ranks 0 and 1 were given different numbers of batches.*pick them by engine\.data_rank"
+    with pytest.raises(ValueError, match=says):
+        [engine.step(*batch) for batch in engine.batches(data[md.rank() :])]
+    with pytest.raises(ValueError, match=says):
+        engine.evaluate(data[md.rank() :])
+    assert len([engine.step(*batch) for batch in engine.batches(data)]) == 3
+
+
+@on_ranks(2)
+def test_a_batch_may_be_a_dict_with_its_keys_in_another_order() -> None:
+    model, x = Chain(), torch.ones(4, 8)
+    engine = md.prepare(model, SGD, md.Layout(pp=2), lambda out, y: (out - y["b"]).square().mean())
+    parts = {"a": x[:, :4], "b": x}
+    order = [*parts][:: 1 - 2 * md.rank()]
+    assert engine.step(x, {name: parts[name] for name in order}) >= 0
