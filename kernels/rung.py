@@ -264,7 +264,7 @@ def check_sizes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
 
 
 def meets_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements of a matrix are the same memory. strides: in elements, or bytes of whole ones."""
+    """Return whether elements of a matrix are one memory. strides: in elements, or in bytes of whole ones."""
     (rows, columns), (down, right) = shape, map(abs, strides)
     if rows * columns < 2:
         return False
