@@ -27,10 +27,11 @@ from minidist._arguments import check_whole
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import checkpoints, make_directory, sync_directory, written_aside
 from minidist.checkpoint.index import Index, read_index, read_whole, stored_names, verify
-from minidist.checkpoint.state import Shaped, as_bytes, config_files, ties
+from minidist.checkpoint.state import Shaped, config_files, ties
 from minidist.checkpoint.values import decode
 from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.flat.gathering import raw_bytes
 
 ONE_FILE, FILES_INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -299,7 +300,7 @@ class SafetensorsFiles:
             file, start = self._where[name]
             assert tuple(value.shape) == tuple(shape), name
             file.seek(start)
-            file.write(as_bytes(value.to(dtype)))
+            file.write(raw_bytes(value.to(dtype)))
             self._missing.discard(name)
 
     def finish(self) -> None:

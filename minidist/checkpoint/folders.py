@@ -141,9 +141,19 @@ def begin_writing(directory: Path) -> int:
     """
     directory.mkdir()
     descriptor = os.open(directory, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # the file system has no locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    take_lock(descriptor)
     return descriptor
+
+
+def take_lock(descriptor: int) -> bool:
+    """Lock an open file or directory; False if it is locked. True, too, if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def being_written(directory: Path) -> bool:
@@ -153,14 +163,9 @@ def being_written(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        return not take_lock(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 def end_writing(descriptor: int) -> None:
@@ -189,6 +194,5 @@ def exchange(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
     if rename is None:
         return False
-    names = (ctypes.c_char_p(os.fsencode(path)) for path in (one, other))
-    first, second = names
+    first, second = os.fsencode(one), os.fsencode(other)
     return bool(rename(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE) == 0)

@@ -19,7 +19,6 @@ from minidist.checkpoint import folders
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
 from minidist.checkpoint.index import Index, MappedFiles, read_index, stored_names, verify
 from minidist.checkpoint.resharding import overlaps
-from minidist.checkpoint.saving import check_engine
 from minidist.checkpoint.state import (
     Scheduler,
     buffer_names,
@@ -33,7 +32,7 @@ from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.training_state import by_name_and_key, load_extra_state
-from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.engine.training_step import Engine, check_engine
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.sharding import state_by_name
 
@@ -150,11 +149,13 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
         _check_model(index, here)
         _check_classes(index.path, classes(engine, scheduler), facts.get("classes"))
         _check_optimizer(index.path, engine.state_settings(), facts["settings"])
-        _check_sampler(index.path, sampler, facts["sampler"])
-        if scheduler is not None and facts["scheduler"] is None:
-            raise ValueError(
-                f"{index.path} was saved without a scheduler; load it without, or save one with it"
-            )
+        for what, given in (("sampler", sampler), ("scheduler", scheduler)):
+            if given is not None and facts[what] is None:
+                raise ValueError(
+                    f"{index.path} was saved without a {what}; load it without, or save one with it"
+                )
+        if sampler is not None:
+            _check_sampler(index.path, sampler, facts["sampler"])
 
     agree(fits, doing)
     state = by_name_and_key((name, (each.shape, each.dtype)) for name, each in index.tensors.items())
@@ -213,12 +214,8 @@ def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) ->
             )
 
 
-def _check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | None) -> None:
-    """Raise ValueError if the sampler deals rows in another order than the saved one, or none was saved."""
-    if sampler is None:
-        return
-    if saved is None:
-        raise ValueError(f"{path} was saved without a sampler; load it without, or save one with it")
+def _check_sampler(path: Path, sampler: Sampler, saved: dict[str, Any]) -> None:
+    """Raise ValueError if the sampler deals rows in another order than the saved one."""
     for name, mine in sampler_settings(sampler).items():
         if mine != saved[name]:
             raise ValueError(

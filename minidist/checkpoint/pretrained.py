@@ -18,9 +18,8 @@ from torch import Tensor
 
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
 from minidist.checkpoint.exporting import FILES_INDEX, ONE_FILE
-from minidist.checkpoint.saving import check_engine
 from minidist.parallel.contract.tensor_boxes import TensorBox
-from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.engine.training_step import Engine, check_engine
 from minidist.parallel.sharding import state_by_name
 
 

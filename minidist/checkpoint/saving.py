@@ -11,9 +11,9 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,11 +27,12 @@ from minidist._arguments import check_whole
 from minidist.checkpoint import folders
 from minidist.checkpoint.errors import CheckpointError, agree
 from minidist.checkpoint.index import Box, Stored, check_boxes, write_index
-from minidist.checkpoint.state import CheckpointState, Scheduler, as_bytes, collect_state, own_name
+from minidist.checkpoint.state import CheckpointState, Scheduler, collect_state, own_name
 from minidist.comm.errors import CollectiveError
 from minidist.comm.work import limit_of
 from minidist.model.sampler import Sampler
-from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.engine.training_step import Engine, check_engine
+from minidist.parallel.flat.gathering import raw_bytes
 
 
 class Saving:
@@ -43,20 +44,14 @@ class Saving:
 
     def __init__(self, path: Path, work: Callable[[], None], aside: bool) -> None:
         self.path = path
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._future: futures.Future[None] | None = None
         if aside:
-            self._thread = threading.Thread(target=self._run, args=(work,), name="minidist-save")
-            self._thread.start()
-            atexit.register(self._thread.join)  # a rank that ends must finish its save
+            thread = futures.ThreadPoolExecutor(1, "minidist-save")
+            self._future = thread.submit(work)
+            thread.shutdown(wait=False)
+            atexit.register(self.join)  # a rank that ends must finish its save
         else:
             work()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._error = error
 
     def wait(self) -> Path:
         """Wait until the checkpoint is whole on the disk, and return its path.
@@ -66,22 +61,21 @@ class Saving:
                 next save; a load that comes before warns of it instead.
         """
         self.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        future, self._future = self._future, None
+        if future is not None:
+            future.result()
         return self.path
 
     def join(self) -> None:
         """Wait until nothing is under way; an error is left to `wait`."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-            atexit.unregister(thread.join)
+        if self._future is not None:
+            futures.wait([self._future])
+            atexit.unregister(self.join)
 
     @property
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._future is None or self._future.done()
 
 
 def save(
@@ -164,12 +158,6 @@ def save(
 
     engine.saving = saving = Saving(target, work, asynchronous)
     return saving
-
-
-def check_engine(engine: Engine) -> None:
-    """Raise TypeError unless `engine` is what `md.prepare` returned."""
-    if not isinstance(engine, Engine):
-        raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")
 
 
 ALIGNMENT = 64
@@ -326,7 +314,7 @@ def write_boxes(path: Path, boxes: Mapping[BoxKey, Tensor]) -> WrittenFile:
     if boxes:
         with open(path, "wb", buffering=0) as file:
             for key, tensor in boxes.items():
-                gap, data = bytes(-size % ALIGNMENT), as_bytes(tensor)
+                gap, data = bytes(-size % ALIGNMENT), raw_bytes(tensor)
                 starts[key] = size + len(gap)
                 for piece in (gap, data):
                     write_all(file.fileno(), piece)

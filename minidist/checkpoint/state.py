@@ -22,6 +22,7 @@ from minidist.model.sampler import Sampler
 from minidist.parallel.contract.tensor_boxes import TensorBox
 from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.flat.gathering import raw_bytes
 from minidist.parallel.training.random_state import random_states, set_random_states
 
 Scheduler = Any
@@ -63,7 +64,7 @@ def collect_state(
     buffers = buffer_names(engine)
     for box in [box for box in boxes if box.name in buffers]:
         mine = box._replace(name=own_name(rank, box.name))
-        own[mine.name] = (box.name, zlib.crc32(as_bytes(box.tensor)))
+        own[mine.name] = (box.name, zlib.crc32(raw_bytes(box.tensor)))
         boxes.append(mine)
     drawn = random_state()
     boxes.append(TensorBox(random_name(rank), tuple(drawn.shape), (0,), drawn))
@@ -124,12 +125,6 @@ def buffer_names(engine: Engine) -> set[str]:
 def sampler_settings(sampler: Sampler) -> dict[str, Any]:
     """Return the settings that determine, with the step, which rows come next."""
     return {name: getattr(sampler, name) for name in ("rows", "global_batch", "seed", "drop_last")}
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor's elements in order. Copies a tensor on a GPU or with gaps."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def random_state() -> Tensor:  # (bytes,) uint8

@@ -191,10 +191,8 @@ def show(terminal: Console, found: Sequence[Lesson]) -> None:
     from rich.table import Table
 
     table = Table("", "lesson", box=box.SIMPLE_HEAD, title="The lessons", title_justify="left")
-    table.add_column("exercises passed", justify="right")
-    table.add_column("at par", justify="right")
-    table.add_column("you need", justify="right")
-    table.add_column("runs in", justify="right")
+    for heading in ("exercises passed", "at par", "you need", "runs in"):
+        table.add_column(heading, justify="right")
     for each in found:
         done, all_of_them = len(each.passed), len(each.exercises)
         style = "green" if all_of_them and done == all_of_them else ""

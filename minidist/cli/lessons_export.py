@@ -39,9 +39,8 @@ class Format:
 
     begin: str  # the line before a solution
     end: str  # the line after it
-    convert: Callable[
-        [Cell, Mapping[str, str], Format], Iterator[Cell]
-    ]  # a cell of a lesson, with all solutions
+    # From a cell of a lesson, with all solutions.
+    convert: Callable[[Cell, Mapping[str, str], Format], Iterator[Cell]]
     header: tuple[Cell, ...]  # cells that come before the lesson's own
     then: str  # the command that makes the students' copy
     source: str = ""  # the folder of the notebooks, in the course's

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 from minidist import comm
 from minidist.checkpoint import checkpoints, load, save
 from minidist.checkpoint.errors import agree
-from minidist.checkpoint.folders import end_writing, newest_whole, step_of
+from minidist.checkpoint.folders import end_writing, newest_whole, step_of, take_lock
 from minidist.checkpoint.index import read_index
 from minidist.checkpoint.values import decode
 from minidist.model import Sampler
@@ -159,17 +158,9 @@ def lock(folder: str) -> int:
         why = "it is not a folder" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
         raise ValueError(f"no checkpoint can be saved in {folder}: {why}; give another folder") from None
     deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
+    while not take_lock(descriptor):
+        if time.monotonic() >= deadline:
             os.close(descriptor)
-            raise ValueError(
-                f"another run saves in {folder}; wait until it ends, or give another folder"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        return descriptor
+            raise ValueError(f"another run saves in {folder}; wait until it ends, or give another folder")
+        time.sleep(0.05)
+    return descriptor

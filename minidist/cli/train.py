@@ -36,6 +36,7 @@ from minidist.model import Rows, Sampler, accuracy, masked_accuracy
 from minidist.parallel.debugging.compare import Comparison, differences
 from minidist.parallel.debugging.recording import Recording, record
 from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.flat.gathering import raw_bytes
 from minidist.scale.trace.tracer import Trace, trace
 
 TEST_ROWS = 512
@@ -189,7 +190,7 @@ def _fingerprint(state: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, value in state:
         digest.update(name.encode())
-        digest.update(value.cpu().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(raw_bytes(value))
     return digest.hexdigest()
 
 

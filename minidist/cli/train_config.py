@@ -56,9 +56,8 @@ class TrainConfig:
     """The settings of a run; making one raises ValueError for what is unknown or does not fit."""
 
     data: str = "digits"  # or "bytes", or a function's name, as in own_model.py
-    model: str | None = (
-        None  # "mlp" for digits; a GPT's name for bytes; your own; None for the data's default
-    )
+    # "mlp" for digits; a GPT's name for bytes; your own; None for the data's default.
+    model: str | None = None
     layout: Layout = field(default_factory=Layout)
     steps: int = 230  # global batches; on the digits, 230 of 64 rows are ten epochs
     batch: int = 64  # rows of a global batch, over all data-parallel ranks

@@ -133,19 +133,17 @@ def ledger() -> Iterator[Ledger]:
         del opened[next(i for i, one in enumerate(opened) if one is new)]
 
 
-class HeldBack(Ledger):
-    """Calls that no open ledger has counted, until `release`."""
-
-    def release(self) -> None:
-        """Write the calls into every open ledger."""
-        for ledger in opened:
-            ledger.calls += self.calls
+def count(*calls: Call) -> None:
+    """Write calls into every open ledger."""
+    for ledger in opened:
+        for call in calls:
+            ledger.calls.append(call)  # which a dry run's list overrides
 
 
 @contextmanager
-def held_back() -> Iterator[HeldBack]:
-    """Keep the calls inside from the ledgers that are open."""
-    outside, calls = [*opened], HeldBack()
+def held_back() -> Iterator[Ledger]:
+    """Keep the calls inside from the ledgers that are open; `count` writes them there later."""
+    outside, calls = [*opened], Ledger()
     opened[:] = [calls]
     try:
         yield calls

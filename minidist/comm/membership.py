@@ -10,8 +10,6 @@ Messages are tensors of bytes. They travel through sockets of 127.0.0.1 and coun
 
 from __future__ import annotations
 
-import select
-import selectors
 import socket
 import threading
 import time
@@ -23,7 +21,7 @@ from torch import Tensor
 from minidist._arguments import check_seconds, check_whole
 from minidist.comm import ledgers
 from minidist.comm.errors import CollectiveError
-from minidist.comm.launching.channel import Connection
+from minidist.comm.launching.channel import Connection, wait_for
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,31 +40,24 @@ class Members:
     """
 
     def __init__(self, largest: int, port: int = 0) -> None:
-        self._listener = socket.create_server((LOOPBACK, port), backlog=64)
-        self._listener.setblocking(False)
-        self.address = f"{LOOPBACK}:{self._listener.getsockname()[1]}"
+        listener = socket.create_server((LOOPBACK, port), backlog=64)
+        self.address = f"{LOOPBACK}:{listener.getsockname()[1]}"
+        self._listener = Connection(listener, blocking=False)  # only to wait for
         self._largest, self._came = largest, 0
         self._connections: dict[int, Connection] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def wait(self, limit: float) -> list[tuple[int, bytearray | None]]:
         """Wait up to `limit` seconds; return (member, message) for what came, and None for who has gone."""
         arrived: list[tuple[int, bytearray | None]] = []
-        for member, connection in self._connections.items():
-            events = selectors.EVENT_READ | selectors.EVENT_WRITE * connection.unsent
-            self._selector.modify(connection.socket, events, member)
-        for key, events in self._selector.select(max(0.0, limit)):
-            if key.data is None:
-                self._accept()
-                continue
-            connection = self._connections[key.data]
-            if events & selectors.EVENT_WRITE:
-                connection.flush()
-            arrived += [(key.data, message) for message in connection.messages()]
-            if connection.ended:
-                self.drop(key.data)
-                arrived.append((key.data, None))
+        ready = wait_for([self._listener, *self._connections.values()], limit)
+        for member, connection in [*self._connections.items()]:
+            if connection in ready:
+                arrived += [(member, message) for message in connection.messages()]
+                if connection.ended:
+                    self.drop(member)
+                    arrived.append((member, None))
+        if self._listener in ready:
+            self._accept()
         return arrived
 
     def send(self, member: int, message: Tensor) -> None:  # (k,) uint8
@@ -78,9 +69,7 @@ class Members:
     def drop(self, member: int) -> None:
         """Close the connection to a member."""
         if member in self._connections:
-            connection = self._connections.pop(member)
-            self._selector.unregister(connection.socket)
-            connection.close()
+            self._connections.pop(member).close()
 
     def close(self, limit: float) -> None:
         """Send what is queued, for up to `limit` seconds, and close all connections."""
@@ -91,17 +80,15 @@ class Members:
         finally:
             for member in [*self._connections]:
                 self.drop(member)
-            self._selector.close()
             self._listener.close()
 
     def _accept(self) -> None:
         try:
-            end, _ = self._listener.accept()
+            end, _ = self._listener.socket.accept()
         except OSError:  # it is gone already
             return
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections[self._came] = Connection(end, blocking=False, largest=self._largest)
-        self._selector.register(end, selectors.EVENT_READ, self._came)
         self._came += 1
 
 
@@ -147,14 +134,11 @@ class Membership:
 
     def _receive(self) -> Tensor:
         connection, begun = self._connection, time.perf_counter()
-        poll = select.poll()
         while not connection.ended:
             left = self.timeout - (time.perf_counter() - begun)
-            poll.register(connection.socket, select.POLLIN | select.POLLOUT * connection.unsent)
-            if left <= 0 or not poll.poll(1e3 * left):
+            if left <= 0 or not wait_for([connection], left):
                 text = f"the coordinator at {self.address} did not answer within {self.timeout:g} s"
                 raise CollectiveError(text)
-            connection.flush()
             for answer in connection.messages():
                 return torch.frombuffer(answer, dtype=torch.uint8)
         why = "has ended, or has left this process out because it took too long"
@@ -170,8 +154,5 @@ class Membership:
 
 def _note(name: str, message: Tensor, seconds: float) -> None:
     """Write a call into every open ledger."""
-    call = ledgers.Call(
-        name, "socket", "uint8", tuple(message.shape), (), *2 * (len(message),), seconds, seconds
-    )
-    for ledger in ledgers.opened:
-        ledger.calls.append(call)
+    sent = len(message)
+    ledgers.count(ledgers.Call(name, "socket", "uint8", (sent,), (), sent, sent, seconds, seconds))

@@ -123,9 +123,8 @@ def terms(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
 def counted(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
     """Count an algorithm's numbers in its plan, for few ranks: time grows with their third power."""
     plan = schedule(operation, algorithm, ranks, 16 * ranks)
-    rounds: dict[int, Counter[tuple[str, int]]] = defaultdict(
-        Counter
-    )  # elements that ranks send, get, combine
+    # Elements that ranks send, get and combine.
+    rounds: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
     messages = total = 0
     for each in run(plan, *start(plan)):
         elements, now = each.sent.elements * (each.sender != each.receiver), rounds[each.begins]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minidist._arguments import is_number
 from minidist.parallel.contract.tensor_boxes import common_part
-from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.engine.training_step import Engine, check_engine
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.sharding import state_by_name
 
@@ -57,8 +57,7 @@ class EMA:
     """
 
     def __init__(self, engine: Engine, decay: float = 0.999) -> None:
-        if not isinstance(engine, Engine):
-            raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")
+        check_engine(engine)
         if not is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"decay is {decay!r}; give a number from 0 to below 1, such as 0.999")
         self.engine, self.decay = engine, decay

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.comm.ledgers import held_back
+from minidist.comm.ledgers import count, held_back
 from minidist.comm.work import limit_of
 from minidist.kernels.measure.cpu_peaks import available_memory
 from minidist.parallel.contract.batch import Pair, tensors
@@ -197,7 +197,7 @@ class Rehearsal:
                     f"in step {self._steps} the layout {self._layout} trains otherwise than one process with "
                     f"the same weights and rows. {verdict}. (prepare(rehearse=False) does not compare them.)"
                 )
-        calls.release()  # to the ledger: this was the first step, and a second need not agree on buckets
+        count(*calls.calls)  # to the ledger: this was the first step, and a second need not agree on buckets
         if not (again or elsewhere):
             return loss
         with held_back():

@@ -404,3 +404,9 @@ class Engine:
     def skipped(self) -> int:
         """How many steps changed nothing because a gradient was not finite; only "fp16" skips steps."""
         return self.precision.skipped
+
+
+def check_engine(engine: Engine) -> None:
+    """Raise TypeError unless `engine` is what `md.prepare` returned."""
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")

@@ -13,11 +13,11 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 
 
-def raw_bytes(x: Tensor) -> bytes:
-    """A tensor's bytes."""
+def raw_bytes(x: Tensor) -> memoryview:
+    """The bytes of a tensor's elements in order. Copies a tensor that is on a GPU, sparse or with gaps."""
     dense = x.to_dense() if x.layout != torch.strided else x
     flat = dense.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def tensor_of(raw: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -26,7 +26,7 @@ def tensor_of(raw: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return flat.view(shape)
 
 
-def gather_equal(data: bytes, group: Group = None) -> list[bytes]:
+def gather_equal(data: bytes | memoryview, group: Group = None) -> list[bytes]:
     """The bytes of every rank, which all have the same number of them; sends n - 1 times as many."""
     if not data:
         return [b""] * len(ranks_of(group))

@@ -150,9 +150,8 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._known.get(key)
         if found is None:
             try:
-                grouped = (
-                    func is aten._grouped_mm.default
-                )  # its shapes are for bfloat16, and its products not
+                # Its shapes are for bfloat16, and its products not.
+                grouped = func is aten._grouped_mm.default
                 with self._fake:
                     fakes = tree_map_only(Tensor, partial(_fake, half=grouped), (args, kwargs))
                     made = func(*fakes[0], **fakes[1])

@@ -7,7 +7,7 @@ bisection finds the largest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -110,11 +110,6 @@ def largest(
     return Fit(name, shape, layout, length, fitting, take(max(fitting, 1)))
 
 
-def first_that_fits(found: Iterable[Fit]) -> Fit | None:
-    """The first layout in which at least one row fits; None if there is none."""
-    return next((fit for fit in found if fit.rows), None)
-
-
 # A table for people.
 
 
@@ -143,7 +138,7 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
     drawn.add_column("what makes\nit fit", no_wrap=True)
     for name in dict.fromkeys(fit.name for fit in found):
         line = [fit for fit in found if fit.name == name]
-        first = first_that_fits(line)
+        first = next((fit for fit in line if fit.rows), None)
         cells = [
             f"- {size(fit.memory.peak, digits=2)}"
             if not fit.rows

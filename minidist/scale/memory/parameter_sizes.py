@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -65,17 +65,14 @@ class RankParameters:
         owners: of whole hidden matrices, which then have buckets of their own, padded to equal shares; 0 for
         shares that end anywhere.
         """
+        limit = BUCKET // element
         if not owners or not self.hidden:
-            return deal_to_buckets(reversed(self.sizes), BUCKET // element)
+            return [*map(sum, deal_to_buckets(self.sizes, limit))]
         whole = [each.elements for each in self.hidden]
         others = [*(Counter(self.sizes) - Counter(whole)).elements()]
-        limit, dealt = max(BUCKET // element, owners * max(whole)), [[whole[-1]]]
-        for size in whole[-2::-1]:
-            if sum(dealt[-1]) + size > limit:
-                dealt.append([])
-            dealt[-1].append(size)
+        dealt = deal_to_buckets(whole, max(limit, owners * max(whole)))
         padded = (owners * int(fullest(each, owners)) for each in dealt)
-        return [*deal_to_buckets(reversed(others), BUCKET // element), *padded]
+        return [*map(sum, deal_to_buckets(others, limit)), *padded]
 
 
 def fullest(sizes: Sequence[float], owners: int) -> float:
@@ -84,14 +81,13 @@ def fullest(sizes: Sequence[float], owners: int) -> float:
     return max(bins)
 
 
-def deal_to_buckets(sizes: Iterable[int], limit: int) -> Sizes:
-    """Elements of each bucket, for tensors in this order: at most `limit`, or a single larger tensor."""
-    buckets: Sizes = []
-    for size in sizes:
-        if buckets and buckets[-1] + size <= limit:
-            buckets[-1] += size
-        else:
-            buckets.append(size)
+def deal_to_buckets(sizes: Sizes, limit: int) -> list[Sizes]:
+    """The sizes in each bucket, the last first: together at most `limit`, or a single larger one."""
+    buckets: list[Sizes] = []
+    for size in reversed(sizes):
+        if not buckets or sum(buckets[-1]) + size > limit:
+            buckets.append([])
+        buckets[-1].append(size)
     return buckets
 
 

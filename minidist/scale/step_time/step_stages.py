@@ -143,12 +143,8 @@ class StepStages:
         return self._times[key]
 
     def _predict(self, layers: range, rows: int) -> StageTimes:
-        layout, precision, rates, overlaps = (
-            self.layout,
-            self.layout.precision,
-            self.rates,
-            self.hardware.overlaps,
-        )
+        layout, rates, overlaps = self.layout, self.rates, self.hardware.overlaps
+        precision = layout.precision
         of = self.work(rows)
         passes = of.layers(layers)
         blocks = len([i for i in layers if 1 <= i <= self.shape.layers])

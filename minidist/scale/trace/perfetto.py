@@ -8,14 +8,10 @@ Source: "Trace Event Format", Google 2016, which perfetto.dev/docs links under "
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from minidist._files import write_whole
 from minidist.scale.trace.all_ranks import AllRanks, RankTrace
 from minidist.scale.trace.record_events import AUTOGRAD, MAIN, Slice
 
@@ -23,13 +19,6 @@ MESSAGE = "message"
 """Name and category of the arrows."""
 PROCESS = 1000
 """Rank 0's process number; Perfetto takes process 0 for the kernel."""
-
-
-def save(trace: AllRanks, path: str | PathLike[str]) -> None:
-    """Write a trace to a file, atomically; `Trace.save` documents the errors."""
-    if not isinstance(path, str | PathLike):
-        raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.json'")
-    write_whole(Path(path), json.dumps(document(trace), allow_nan=False))
 
 
 def document(trace: AllRanks) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from os import PathLike
+from pathlib import Path
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 
 from minidist import comm
+from minidist._files import write_whole
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.pipeline.execution import Pipeline
@@ -66,7 +68,9 @@ class Trace(AllRanks):
             TypeError: `path` is not a path.
             OSError: the file cannot be written.
         """
-        perfetto.save(self, path)
+        if not isinstance(path, str | PathLike):
+            raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.json'")
+        write_whole(Path(path), json.dumps(perfetto.document(self), allow_nan=False))
 
     def plot(self, path: str | PathLike[str] | None = None) -> Axes:
         """Draw it as a Gantt chart, and write it to `path`, such as a .png or .svg, if there is one.
