@@ -227,7 +227,8 @@ class Work:
         self._waited = False
         self._stream = StreamTimes() if call.on_gpu else None
         self._started = time.perf_counter()
-        ledgers.count(call)
+        for ledger in ledgers.opened:
+            ledger.calls.append(call)
         try:
             self._handle = start(at_once)
         except RuntimeError as error:
