@@ -53,9 +53,7 @@ def test_k_means_finds_the_corners(cluster_of: Clusters) -> None:
     for ranks in (1, 2):
         centers, _ = cluster_of(ranks).run(trained, path)[0]
         corners = 4 * torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1], [2, 2]])
-        torch.testing.assert_close(
-            torch.cdist(corners, centers).amin(1), torch.zeros(5), atol=0.05, rtol=0
-        )  # 20,000 rows: a center's standard error is 0.008
+        assert torch.cdist(corners, centers).amin(1).max() < 0.05  # their standard error is 0.008
 
 
 def check_shown(text: str) -> None:

@@ -87,9 +87,7 @@ def test_a_step_lasts_from_one_batch_to_the_next(monkeypatch):
     monkeypatch.setattr(RungForm, "module", Rung)
     program = plain_programs.RungProgram(FORMS[0], TINY)
     program._memory = "counted before"
-    assert (
-        program.timed([50.0, 9.0, 2.0, 4.0], warm=2).seconds == 3.0
-    )  # the mean without the two that warm up
+    assert program.timed([50.0, 9.0, 2.0, 4.0], warm=2).seconds == 3.0  # without the two that warm up
     assert program.timed([5.0]).seconds == 5.0
     clocked = ClockedBatches([1, 2])
     assert [batch for batch in clocked for now[0] in [now[0] + batch]] == [1, 2]

@@ -47,19 +47,16 @@ def test_another_layout_goes_on(cluster_of: Clusters, tmp_path: Path, before: st
     check_other_layout(cluster_of, tmp_path, CASE, PARSE(before), PARSE(after))
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp=2,tp=2,zero=1", "dp=2,pp=2", "tp=2,cp=2,zero=3", "dp=4,zero=1,shard=2"]
-)
-def test_the_same_layout_goes_on_bit_for_bit(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
-    check_same_layout(cluster_of, tmp_path, CASE, PARSE(layout))
+HALVED = replace(CASE, model=lambda seed: CASE.model(seed).float())
+SAME = [(CASE, text) for text in ("dp=2,tp=2,zero=1", "dp=2,pp=2", "tp=2,cp=2,zero=3", "dp=4,zero=1,shard=2")]
+SAME += [(HALVED, f"dp=4,zero={zero},shard=2,precision=bf16") for zero in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_hybrid_sharding_in_half_precision_goes_on_bit_for_bit(
-    cluster_of: Clusters, tmp_path: Path, zero: int
+@pytest.mark.parametrize(("of", "layout"), SAME)
+def test_the_same_layout_goes_on_bit_for_bit(
+    cluster_of: Clusters, tmp_path: Path, of: contract.Case, layout: str
 ) -> None:
-    halved = replace(CASE, model=lambda seed: CASE.model(seed).float())
-    check_same_layout(cluster_of, tmp_path, halved, md.Layout(4, zero=zero, shard=2, precision="bf16"))
+    check_same_layout(cluster_of, tmp_path, of, PARSE(layout))
 
 
 def test_a_load_renews_secondary_shares(cluster_of: Clusters, tmp_path: Path) -> None:

@@ -189,10 +189,8 @@ PAGES = [
     for i, name in enumerate(collection())
 ]
 # What the pages train without their mistakes, and one page that does.
-TRAININGS: dict[tuple[object, ...], str] = {}
-for name, each in collection().items():
-    TRAININGS.setdefault((each.rung, each.on, each.model, each.rows, each.options), name)
-FIRST = {collection()[name].rung: name for name in reversed(TRAININGS.values())}
+TRAININGS = {(it.rung, it.on, it.model, it.rows, it.options): name for name, it in collection().items()}
+FIRST = {rung: name for (rung, *_), name in reversed(TRAININGS.items())}
 RIGHT = [
     pytest.param(name, marks=pytest.mark.deep if name in FIRST.values() else pytest.mark.faults)
     for name in TRAININGS.values()

@@ -456,9 +456,7 @@ def test_an_animation_needs_nothing_from_elsewhere() -> None:
     assert "http" not in text
     assert text.count("</script>") == 1
     assert 'aria-label="Play or pause"' in text
-    assert (
-        "opacity: 1; transform: translate(0px, 0px)" in text
-    )  # where the first frame has it, without scripts
+    assert "opacity: 1; transform: translate(0px, 0px)" in text  # as in the first frame, without scripts
     assert ">1</text></g>" in text
 
 

@@ -24,10 +24,7 @@ def test_a_chain_takes_a_round_for_each_rank_and_a_ring_takes_one() -> None:
 
 def there_and_back() -> float:
     x, other, clock = torch.ones(250_000), 1 - md.rank(), Clock()
-    with (
-        mock.patch.object(slow_link, "time", clock),
-        Link(alpha=0.05, beta=100e-9),
-    ):  # 0.15 s for a message of 1 MB
+    with mock.patch.object(slow_link, "time", clock), Link(alpha=0.05, beta=100e-9):  # 0.15 s for 1 MB
         work = comm.send(x, other, async_op=True)  # both at the same time
         comm.recv(torch.empty_like(x), other)
         work.wait()

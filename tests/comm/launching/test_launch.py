@@ -627,10 +627,9 @@ def test_ctrl_c_while_a_finished_program_ends_shows_no_traceback(tmp_path: Path)
         md.launch(os.getpid, ranks=1)
         wait = subprocess.Popen.wait
 
-        def interrupted(process, timeout=None):
+        def interrupted(process, timeout):
             subprocess.Popen.wait = wait
-            os.kill(os.getpid(), signal.SIGINT)
-            return wait(process, timeout)
+            signal.raise_signal(signal.SIGINT)
 
         subprocess.Popen.wait = interrupted
         print("done", flush=True)

@@ -70,9 +70,7 @@ class Found:
 
     hosts: list[tuple[int, ...]] = field(default_factory=list)
     trained: dict[str, contract.Trained] = field(default_factory=dict)
-    on_wire: dict[str, list[tuple[tuple[int, ...], int]]] = field(
-        default_factory=dict
-    )  # a layout's last step
+    on_wire: dict[str, list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)  # in the last step
     across: dict[str, int] = field(default_factory=dict)  # bytes that this rank's host sent to the other
     saved: dict[str, Tensor] = field(default_factory=dict)
     apart: str = ""  # the error of a save when each host has its own disk

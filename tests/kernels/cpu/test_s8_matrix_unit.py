@@ -46,9 +46,7 @@ def test_each_mode_has_its_error(unit, mode, most):
         a, b = harness.inputs(m, n, k, "float32", int(rng.integers(2**32)))
         c = STEP.matmul(a, b, mode=mode)
         harness.assert_product(c, a, b, mode, factors=MODES[mode][1])
-        assert (
-            c.size == 1 or rms(c, harness.reference(a, b)) < most
-        )  # the mean of one number is its own error
+        assert c.size == 1 or rms(c, harness.reference(a, b)) < most  # a single number is its own mean
     if mode == "bf16":
         np.testing.assert_allclose(c, harness.reference(bf16(a), bf16(b)), rtol=1e-4, atol=1e-3)
 

@@ -13,28 +13,18 @@ from torch.nn import functional
 import minidist as md
 from minidist.comm.ledgers import held_back
 from minidist.parallel.engine import same_rows
+from tests.helpers.models import Chain
 from tests.helpers.on_ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 SAYS = r"^ranks 0 and 1 were given different rows.*pick them by engine\.data_rank"
 
 
-class Chain(nn.Module):
-    """Layers that tp can cut and that a pipeline can cut between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layers(x)
-
-
-def engine_of(layout: str, rehearse: bool) -> md.Engine:
-    plan = {"layers.0": "column", "layers.2": "row"} if layout == "tp=2" else None
-    parsed = md.Layout.parse(layout)
-    return md.prepare(Chain(), SGD, parsed, functional.mse_loss, plan=plan, rehearse=rehearse)
+def engine_of(layout: str, rehearse: bool, loss: Any = functional.mse_loss) -> md.Engine:
+    torch.manual_seed(0)
+    model, parsed = Chain(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), md.Layout.parse(layout)
+    plan = {"layers.0": "column", "layers.2": "row"} if parsed.tp > 1 else None
+    return md.prepare(model, SGD, parsed, loss, plan=plan, rehearse=rehearse)
 
 
 @on_ranks(2, layout=["pp=2", "tp=2"], rehearse=[True, False], differs=["inputs", "targets", "rows"])
@@ -78,8 +68,6 @@ def test_loaders_that_end_apart_are_refused_where_ranks_pass_the_same(layout: st
 
 @on_ranks(2)
 def test_a_batch_may_be_a_dict_with_its_keys_in_another_order() -> None:
-    model, x = Chain(), torch.ones(4, 8)
-    engine = md.prepare(model, SGD, md.Layout(pp=2), lambda out, y: (out - y["b"]).square().mean())
-    parts = {"a": x[:, :4], "b": x}
-    order = [*parts][:: 1 - 2 * md.rank()]
-    assert engine.step(x, {name: parts[name] for name in order}) >= 0
+    engine = engine_of("pp=2", False, lambda out, y: (out - y["b"]).square().mean() + y["a"].mean())
+    parts = [("a", torch.zeros(4, 2)), ("b", torch.ones(4, 8))]
+    assert engine.step(torch.ones(4, 8), dict(parts[:: 1 - 2 * md.rank()])) >= 0
