@@ -3,7 +3,7 @@
 So a weight depends only on the seed and its own name and shape: not on the rank, on how the model is cut into
 stages, on the order in which layers are built, or on the global random state, which is neither read nor
 changed. Values are drawn in float64 on the CPU and rounded once, so models of any dtype and device start
-alike. What passes draw, such as dropout, can follow from a seed and a stream as well: `random_state_of`.
+alike. Random numbers in a pass, such as those of dropout, follow from a seed and a stream: `random_state_of`.
 """
 
 from __future__ import annotations

@@ -119,10 +119,8 @@ def test_no_rung_mixes_tensors_with_arrays(step):
     """All say it in one sentence, as those of the CUDA ladder do."""
     skip_unless_it_runs(step)
     array, tensor = np.ones((2, 2), "f"), torch.ones(2, 2)
-    for a, b, said in [
-        (array, tensor, "a is a ndarray and b is a torch tensor"),
-        (tensor, array, "b is a ndarray and a is a torch tensor"),
-    ]:
+    for a, b, (plain, other) in ((array, tensor, "ab"), (tensor, array, "ba")):
+        said = f"{plain} is a ndarray and {other} is a torch tensor"
         with pytest.raises(TypeError, match=rf"{said}: pass arrays alone, with .*, or tensors alone"):
             step.matmul(a, b)
 

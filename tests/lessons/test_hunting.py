@@ -188,7 +188,7 @@ PAGES = [
     pytest.param(name, marks=pytest.mark.faults if i % 3 else pytest.mark.deep)
     for i, name in enumerate(collection())
 ]
-# What the pages train without their mistakes, and one page that does.
+# Pages have the same training once their mistakes are mended. One page stands for each training.
 TRAININGS = {(it.rung, it.on, it.model, it.rows, it.options): name for name, it in collection().items()}
 FIRST = {rung: name for (rung, *_), name in reversed(TRAININGS.items())}
 RIGHT = [

@@ -30,7 +30,7 @@ from operator import attrgetter
 
 @dataclass(frozen=True)
 class Residency:
-    """What every rank keeps whole between steps; of the rest it keeps its share.
+    """A row of the table: every rank keeps these whole between steps, and its share of the rest.
 
     A row is made with the names of the columns. Code that asks a row says what the answer means:
     `row.whole_state`, and `not row.whole_state` where each rank keeps its share.
