@@ -108,7 +108,7 @@ def rows_of(form: str) -> Batch:
     return own
 
 
-def crossing(form: str, engine: Any) -> float:
+def crossing(form: str, engine: Engine) -> float:
     """Return the bytes that a host's ranks send to the other host in a step of `SHARDED`, by the formula.
 
     Each of n ranks, s on each of m hosts, has k bytes of a bucket, padding included. A reduce-scatter, which
@@ -121,7 +121,8 @@ def crossing(form: str, engine: Any) -> float:
     sent = 0.0
     for number, bucket in enumerate(engine.strategy.buckets):  # the root unit has the first
         plain = each * (ranks - each) + (1 + (twice and number > 0)) * (ranks - 1)
-        sent += (each * 2 * (HOSTS - 1) / HOSTS if hybrid else plain) * bucket.share * bucket.dtype.itemsize
+        times = each * 2 * (HOSTS - 1) / HOSTS if hybrid else plain
+        sent += times * bucket.layout.share * bucket.layout.dtype.itemsize
     return sent
 
 
