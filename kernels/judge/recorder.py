@@ -109,6 +109,9 @@ def serve(request: Any, answer: TextIO) -> NoReturn:
         says = f"the file had not ended after {request['seconds']:g} s: does a loop go on for ever?"
         end({"error": _line(frame, path) + says})
 
+    def endless(*_: Any) -> NoReturn:
+        raise TimeoutError(f"it had not ended after {request['calling']:g} s: does a loop go on for ever?")
+
     path, programs = request["path"], dict[str, int]()
     sys.dont_write_bytecode = True
     _limit(path, end)
@@ -120,9 +123,13 @@ def serve(request: Any, answer: TextIO) -> NoReturn:
             exec(compile(source.read(), path, "exec"), file.__dict__)
     except BaseException as error:
         end({"error": _said(error, path)})
-    signal.setitimer(signal.ITIMER_REAL, 0)  # to compile kernels takes longer
-    cases = request["problems"].items()
-    recorded = {name: _record(file, name, own, programs, path) for name, own in cases if hasattr(file, name)}
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, endless)
+    recorded = {
+        name: _record(file, name, cases, programs, path, request["calling"])
+        for name, cases in request["problems"].items()
+        if hasattr(file, name)
+    }
     end({"problems": recorded, "programs": [*programs]})
 
 
@@ -180,8 +187,13 @@ def _line(frame: types.FrameType | None, path: str) -> str:
     return f"{path}:{frame.f_lineno}: " if frame is not None else ""
 
 
-def _record(file: Any, name: str, cases: list[Any], programs: dict[str, int], path: str) -> Any:
-    """Return what the function launches in each case, or a sentence that says what is wrong."""
+def _record(
+    file: Any, name: str, cases: list[Any], programs: dict[str, int], path: str, seconds: float
+) -> Any:
+    """Return what the function launches in each case, or a sentence that says what is wrong.
+
+    SIGALRM ends a call after so many seconds, so one that does not end costs no other problem its verdict.
+    """
     function = getattr(file, name, None)
     names = ", ".join(array[0] for array in cases[0])
     if not inspect.isfunction(function):
@@ -197,9 +209,12 @@ def _record(file: Any, name: str, cases: list[Any], programs: dict[str, int], pa
         arrays = [np.zeros(shape, dtype) for _, dtype, shape in case]
         recorded = Recorded(arrays, programs)
         try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
             function(*arrays)
         except BaseException as error:
             return _said(error, path)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         scratch = [owner.nbytes for owner in recorded.owners[recorded.given :]]
         found.append({"launches": recorded.launches, "scratch": scratch})
     return found

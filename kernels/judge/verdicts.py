@@ -41,6 +41,7 @@ from .problems import PROBLEMS, Case, Problem
 
 STEPS = 1_000_000  # of the emulator in one case; naive attention takes 400,000
 LOADING = 10  # seconds for what the file does before its functions are called
+CALLING = 30  # seconds for a call of one, which may compile kernels
 SECONDS = 150  # for its process; it may use 120 of the processor
 SCRATCH = 64 << 20  # bytes
 LINE = 128  # bytes of global memory that L1 passes at a time
@@ -169,7 +170,7 @@ def _recorded(path: Path, source: str, cases: dict[str, list[Case]]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder).resolve() / path.name
         copy.write_text(source, encoding="utf-8")
-        request = json.dumps({"path": str(copy), "problems": shapes, "seconds": LOADING})
+        request = json.dumps({"path": str(copy), "problems": shapes, "seconds": LOADING, "calling": CALLING})
         try:
             done = subprocess.run(
                 [sys.executable, "-c", program],
