@@ -588,7 +588,7 @@ cluster.close()
 # |---|---|---|
 # | `state_bytes` | plain/sharded.py: [`TABLE`](../minidist/plain/sharded.py) | scale/memory/estimates.py: [`estimate`](../minidist/scale/memory/estimates.py) |
 # | `zero_1_step` | plain/sharded.py: [`Unit.reduce`](../minidist/plain/sharded.py), [`Unit.gather`](../minidist/plain/sharded.py) | parallel/sharding/optimizer/optimizer_slices.py: [`OptimizerSlices.step`](../minidist/parallel/sharding/optimizer/optimizer_slices.py) |
-# | `reduce_in_buckets` | plain/sharded.py: [`Unit.gradient_arrived`](../minidist/plain/sharded.py) | parallel/flat/gradients.py: [`GradientsToOwners.give_back`](../minidist/parallel/flat/gradients.py) |
+# | `reduce_in_buckets` | plain/sharded.py: [`Unit.gradient_arrived`](../minidist/plain/sharded.py) | parallel/flat/gradients.py: [`GradientsInLentMemory.give_back`](../minidist/parallel/flat/gradients.py) |
 # | `zero_3_pass` | plain/sharded.py: [`Unit.gather`](../minidist/plain/sharded.py), [`Unit.forward_done`](../minidist/plain/sharded.py) | parallel/sharding/units/unit_runtime.py: [`UnitRuntime.begin`](../minidist/parallel/sharding/units/unit_runtime.py), [`UnitRuntime.before_backward`](../minidist/parallel/sharding/units/unit_runtime.py) |
 # | `scaled_step` | – | parallel/training/precision.py: [`Precision.skips`](../minidist/parallel/training/precision.py); parallel/sharding/optimizer/optimizer_slices.py: [`OptimizerSlices.round_masters`](../minidist/parallel/sharding/optimizer/optimizer_slices.py) |
 #

@@ -1,7 +1,7 @@
 """What a page consists of: parts with pieces, such as tables, figures and cards. A piece names its template.
 
 To show something new, give a chapter or the page one more piece. `page.py` puts them into the templates;
-`terminal.py` and `documents.py` print the same tables in a terminal and as Markdown.
+`printed.py` prints the same tables in a terminal and as Markdown.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from minidist.benchmarks.harness.training.what_is_trained import ADAMW, SEED, Ba
 from minidist.model.loss import cross_entropy
 from minidist.model.matmul import Linear
 from minidist.model.mlp import MLP
+from minidist.parallel.averaging.exchanges import AllReduceExchange
 from minidist.parallel.contract.memory_report import Memory, ResidentTensors, memory_of
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.layerwise.layer_by_layer import cut
@@ -159,7 +160,7 @@ def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
     options: of `LocalSGD`, such as an outer optimizer.
     """
     model = md.LocalSGD(work.build(), every=every, **options)
-    exchange: Any = model._exchange
+    assert isinstance(model._exchange, AllReduceExchange)
     optimizer = ADAMW(model.parameters())
     loop = plain_loop(model, optimizer, cross_entropy)
 
@@ -168,7 +169,7 @@ def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
         model.synchronize()
         return loss
 
-    return Program(train, (md.rank(), md.size()), model, optimizer, exchange.held)
+    return Program(train, (md.rank(), md.size()), model, optimizer, model._exchange.held)
 
 
 def layer_by_layer(work: Work) -> Program:

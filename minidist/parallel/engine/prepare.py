@@ -169,17 +169,17 @@ def prepare(
         make, row = by_parameters(optimizer, model, part.tensor_map.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
             make = checked(make, layout, mesh.group("tp"))
-        gradient_comm = GradientComm(mesh.group("dp_cp"))
+        meets = layout.cp * layout.ep > 1 or batch_norm is not None
+        waits = row.whole_parameters and meets  # the rounds of units come in one order
+        gradient_comm = GradientComm(mesh.group("dp_cp"), waits_in_backward=waits)
         if layout.owners < layout.dp * layout.cp and not row.whole_state:
             gradient_comm.hybrid = mesh.blocks("dp_cp", layout.owners)
         given = dict((data_parallel if row.whole_parameters else fully_shard) or {})
         if secondary := given.pop("secondary", None):
             gradient_comm.secondary, _ = mesh.blocks("dp_cp", secondary)
-        experts = [(GradientComm(part.expert_copies), part.experts)] if part.experts else []
+        of_experts = GradientComm(part.expert_copies, waits_in_backward=waits)
+        experts = [(of_experts, part.experts)] if part.experts else []
         strategy = share_model(part.model, make, row, given, precision.master, gradient_comm, experts)
-        if row.whole_parameters:  # units keep to one order
-            for each in strategy.sets:
-                each.gradient_comm.waits_in_backward = layout.cp * layout.ep > 1 or batch_norm is not None
         if exact:  # masters start from rank 0's values in float32, and not from the rounded ones
             broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
             part.tensor_map.write(exact, part.tensor_map.boxes(state_by_name.state_boxes(strategy)))

@@ -89,7 +89,7 @@ class Engine:
         self.before_update: Callable[[], None] | None = None
         self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
         self._has_stepped = False  # since this engine was made
-        self._is_padding = False  # in `batches`, once this rank's loader has ended
+        self.is_padding = False  # in `batches`, once this rank's loader has ended
         # Dropout is the same on ranks that tp cuts tensors over, and independent on all others.
         parts = self.mesh.size("pp"), self.mesh.size("dp_cp")
         stream = self.mesh.rank("pp") * parts[1] + self.mesh.rank("dp_cp")
@@ -149,7 +149,7 @@ class Engine:
             check_rows(*pair, self.data_ranks)
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise gradients_are_off()
-        batches = [self.executor.own_batch(pair, self._is_padding) for pair in pairs]
+        batches = [self.executor.own_batch(pair, self.is_padding) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
         for router in self._routers:
@@ -279,10 +279,10 @@ class Engine:
         """
         try:
             for batch, is_padding in evaluation.aligned(loader, self.strategy.group, self.mesh):
-                self._is_padding = is_padding
+                self.is_padding = is_padding
                 yield batch
         finally:
-            self._is_padding = False
+            self.is_padding = False
 
     def evaluate(
         self,
@@ -380,6 +380,7 @@ class Engine:
 
     def settings(self) -> dict[str, Any]:
         """The engine's own state besides the strategy's: plain values, the same on all ranks."""
+        # The key is older than losses that count by a weight of their own.
         return {"rows": self._weight, "precision": self.precision.settings()}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:

@@ -172,7 +172,7 @@ class TrainingState(NamedTuple):
 
 def own_part(engine: Engine, kept: KeptState, pairs: Sequence[Pair]) -> OwnPart:
     """This rank's part."""
-    has_rows = not engine._is_padding and not any(engine.mesh.rank(axis) for axis in ("pp", "cp", "tp"))
+    has_rows = not engine.is_padding and not any(engine.mesh.rank(axis) for axis in ("pp", "cp", "tp"))
     batches: list[Batch] = [pair[:1] if pair[0] is pair[1] else pair for pair in pairs] if has_rows else []
     named = engine.model.named_parameters(remove_duplicate=False)
     return OwnPart(

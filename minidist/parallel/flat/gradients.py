@@ -3,6 +3,7 @@
 A bucket's gradients lie in one flat tensor, so one message sends many of them. Either every rank gets all
 sums (`GradientsToAll`, an all-reduce), or each rank gets those of the share that it owns
 (`GradientsToOwners`, a reduce-scatter). Both lie where they are sent from, with no copy before or after.
+Where a rank keeps no other gradients than its share, `GradientsInLentMemory` lets go of the rest.
 
 `GradientComm` says which ranks sum gradients and own shares, and starts the messages.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +72,6 @@ class GradientComm:
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
     waits_in_backward: bool = False  # whether ranks also wait for each other in it, as in a ring
-    pass_has_rows: bool = True  # False in a pass of padding, which uses no parameters
 
     @classmethod
     def over(cls, group: Group | GradientComm) -> GradientComm:
@@ -135,14 +135,6 @@ class GradientComm:
         return torch.zeros(numel, dtype=dtype, device=device)
 
 
-@dataclass(eq=False)
-class GradientMemory:
-    """Memory for gradients that buckets use in turn, one at a time."""
-
-    flat: Tensor
-    holder: GradientsToOwners | None = None
-
-
 class GradientsToAll:
     """Gradients of which every rank gets all sums, in place.
 
@@ -154,7 +146,6 @@ class GradientsToAll:
         reduced: (length,), the sums once they have come, this rank's own gradients before.
     """
 
-    holds: Literal[True] = True  # they always have memory
     begun = False  # the sums of a round always replace those before
 
     def __init__(
@@ -177,67 +168,37 @@ class GradientsToAll:
 
 
 class GradientsToOwners:
-    """Gradients of which each rank gets the sums of its share.
+    """Gradients of which each rank gets the sums of its share. This rank's own, whole, stay.
 
-    op: "mean" or "sum", over the ranks. memory: for this rank's own gradients. reduced: (share,), memory for
-    this rank's share of the sums. `memory` is then lent: these gradients have it from `borrow` to
-    `give_back`, and others have it in between. Without `reduced` the gradients stay in it, and the sums
-    replace this rank's share of them.
+    op: "mean" or "sum", over the ranks. flat: memory for this rank's own gradients, zeros. reduced: (share,),
+    memory for this rank's share of the sums; without it they replace this rank's share of `flat`.
 
     Attributes:
         flat, views: (n share,), this rank's own gradients, and each parameter's part of them.
-        holds: whether they have memory now.
         begun: whether the next round's sums are added to `reduced`, instead of replacing it.
     """
 
-    views: list[Tensor]
-    begun = holds = False
+    begun = False
 
     def __init__(
         self,
         layout: BucketLayout,
         gradient_comm: GradientComm,
         op: str,
-        memory: GradientMemory,
+        flat: Tensor,
         reduced: Tensor | None = None,
     ) -> None:
         self.layout, self.gradient_comm, self._op = layout, gradient_comm, op
-        self._sending: Messages | None = None  # the reduction that is under way
-        self._stays = reduced is None
-        self.lend(memory)
-        self.reduced = self.flat[layout.own_range] if reduced is None else reduced
-        if self._stays:
-            self.borrow()
-
-    def lend(self, memory: GradientMemory) -> None:
-        """Use this memory from now on."""
-        self.memory, self.flat = memory, memory.flat[: self.layout.length]
-        self._lent = self.flat, self.layout.views_of(self.flat), self.layout.gaps_of(self.flat)
-
-    def borrow(self) -> None:
-        """Have memory for this rank's own gradients, once those that hold it are reduced."""
-        holder = self.memory.holder
-        if holder and holder._sending and self.gradient_comm.may_wait(holder._sending):
-            holder.complete()
-        if self.memory.holder is None:
-            self.memory.holder = None if self._stays else self  # no circle of references
-            self.flat, self.views, gaps = self._lent
-        else:  # it cannot be waited for, or still lacks some, as gradients come in another order than before
-            self.flat = torch.zeros_like(self._lent[0])
-            self.views, gaps = self.layout.views_of(self.flat), []
-        self.holds = True
-        if gaps:
-            torch._foreach_zero_(gaps)
+        self.flat, self.views = flat, layout.views_of(flat)
+        self.reduced = flat[layout.own_range] if reduced is None else reduced
 
     def reduce(self, blocking: bool = False) -> Messages:
         """Launch the reduction. blocking: complete the first message at once; see `GradientComm.start`."""
-        self._sending = Messages(self._reduce_to_owners(blocking))
-        return self._sending
+        return Messages(self._reduce_to_owners(blocking))
 
     def _reduce_to_owners(self, blocking: bool) -> Iterator[PendingMessage]:
         """A reduce-scatter; with hybrid sharding an all-reduce over the owners of this share follows."""
         if not self.layout.length:  # of empty parameters alone
-            self.give_back()
             return
         own, reduced = self.flat[self.layout.own_range], self.reduced
         direct = not self.begun and (own.dtype, own.device) == (reduced.dtype, reduced.device)
@@ -250,24 +211,83 @@ class GradientsToOwners:
             out.copy_(own)
         if over.hybrid is not None:
             yield over.start(comm.all_reduce, out, op, over.algorithm, over.hybrid[1])
-        if out.data_ptr() != reduced.data_ptr():
-            reduced.add_(out.to(reduced.device)) if self.begun else reduced.copy_(out)
+        if self.begun:
+            reduced.add_(out.to(reduced.device))
+        elif not direct:
+            reduced.copy_(out)
         self.begun = True
+
+
+@dataclass(eq=False)
+class GradientMemory:
+    """Memory for gradients that buckets use in turn, one at a time."""
+
+    flat: Tensor
+    holder: GradientsInLentMemory | None = None
+
+
+class GradientsInLentMemory(GradientsToOwners):
+    """Gradients of which a rank keeps only its share of the sums, as with ZeRO 2 and 3.
+
+    They have memory for this rank's own, whole gradients from `borrow` to `give_back`. In between, those of
+    other buckets have it.
+
+    memory: what they borrow. reduced: (share,), memory for this rank's share of the sums.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        gradient_comm: GradientComm,
+        op: str,
+        memory: GradientMemory,
+        reduced: Tensor,
+    ) -> None:
+        super().__init__(layout, gradient_comm, op, memory.flat[: layout.length], reduced)
+        self._sending: Messages | None = None  # the reduction that is under way
+        self.lend(memory)
+        self.views, self.holds = [], False  # whether they have memory now
+
+    def lend(self, memory: GradientMemory) -> None:
+        """Use this memory from now on."""
+        self.memory, self.flat = memory, memory.flat[: self.layout.length]
+        self._lent = self.flat, self.layout.views_of(self.flat), self.layout.gaps_of(self.flat)
+
+    def borrow(self) -> None:
+        """Have memory for this rank's own gradients, once those that hold it are reduced."""
+        holder = self.memory.holder
+        if holder and holder._sending and self.gradient_comm.may_wait(holder._sending):
+            holder.complete()
+        if self.memory.holder is None:
+            self.memory.holder = self
+            self.flat, self.views, gaps = self._lent
+        else:  # it cannot be waited for, or still lacks some, as gradients come in another order than before
+            self.flat = torch.zeros_like(self._lent[0])
+            self.views, gaps = self.layout.views_of(self.flat), []
+        self.holds = True
+        if gaps:
+            torch._foreach_zero_(gaps)
+
+    def reduce(self, blocking: bool = False) -> Messages:
+        """Launch the reduction, which gives the memory back at its end."""
+        self._sending = super().reduce(blocking)
+        return self._sending
+
+    def _reduce_to_owners(self, blocking: bool) -> Iterator[PendingMessage]:
+        yield from super()._reduce_to_owners(blocking)
         self.give_back()
 
     def give_back(self) -> None:
         """Let go of the whole gradients: what other ranks own of them is with their owners now.
 
-        With ZeRO 2 and 3 the memory is lent, and goes to the next bucket. Where whole gradients stay, this
-        does nothing. `ParameterSet.place` let go of the gradients that autograd made.
+        The memory goes to the next bucket. `ParameterSet.place` let go of the gradients that autograd made.
         """
-        if not self._stays:
-            self.flat, self.views, self.holds = self._lent[0], [], False
-            if self.memory.holder is self:
-                self.memory.holder = None
+        self.flat, self.views, self.holds = self._lent[0], [], False
+        if self.memory.holder is self:
+            self.memory.holder = None
 
     def complete(self) -> None:
-        """Wait for the reduction that is under way, which then gives lent memory back."""
+        """Wait for the reduction that is under way, which then gives the memory back."""
         if self._sending is not None:
             self._sending.complete()
 

@@ -22,7 +22,7 @@ hybrid sharding n is the size of a group, and each share has an owner in every g
 Where memory is given back:
 
 - ZeRO 1 and above give the optimizer only this rank's slices of the buckets: `OptimizerSlices.add`.
-- ZeRO 2 and above let go of gradients that this rank does not own: `GradientsToOwners.give_back`.
+- ZeRO 2 and above let go of gradients that this rank does not own: `GradientsInLentMemory.give_back`.
 - ZeRO 3 also lets go of whole parameters after a unit's pass: `GatheredValues.free`.
 
 | Where | The question it answers |

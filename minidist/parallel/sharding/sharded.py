@@ -157,7 +157,7 @@ class Sharded(ABC):
 
         Other sets, such as experts, also get rows of other ranks, which may count.
         """
-        self.gradient_comm.pass_has_rows = not is_padding
+        self.sets[0].pass_has_rows = not is_padding
 
     def drop(self) -> None:
         """Forget the gradients of a step that is skipped, and what compression has kept back of them."""

@@ -128,7 +128,7 @@ def test_what_random_programs_found(cluster_of: Clusters, program: Program, tmp_
 
 @instead_of(training_step.Engine, "step")
 def a_rank_that_waits_counts(step: Any, self: training_step.Engine, *batch: Any) -> float:
-    self._is_padding = False
+    self.is_padding = False
     return step(self, *batch)
 
 

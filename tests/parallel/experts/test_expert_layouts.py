@@ -106,7 +106,10 @@ def dense_counts_here(own: ParameterSet) -> bool:
 
 FAULTS: dict[str, tuple[str, contract.Fault]] = {
     # The experts' gradients are summed over all ranks, of which each pair has other experts.
-    "averaged over all": ("zero=1", contract.patched(prepare, "GradientComm", lambda _: GradientComm(None))),
+    "averaged over all": (
+        "zero=1",
+        contract.patched(prepare, "GradientComm", lambda *_, **__: GradientComm(None)),
+    ),
     "counted by each rank": ("zero=1", contract.patched(training_step, "balance_experts", by_own_tokens)),
     "a norm with copies": ("zero=0", contract.patched(ParameterSet, "counts_here", True)),
     "no experts' norm": ("zero=1", contract.patched(ParameterSet, "counts_here", dense_counts_here)),

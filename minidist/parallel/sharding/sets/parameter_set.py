@@ -2,7 +2,7 @@
 
 A model has one such set, or several: experts' gradients, say, are summed over fewer ranks than the rest. A
 set's gradients are summed in rounds: they come to its buckets, each bucket is reduced, and
-`GradientsToOwners.give_back` (flat/gradients.py) lets go of what the set's row does not keep
+`GradientsInLentMemory.give_back` (flat/gradients.py) lets go of what the set's row does not keep
 (contract/residency.py). Two events complete a bucket: its last gradient has arrived (reducer.py), or, where
 parameters are not whole, the backward pass has left a unit (unit_runtime.py).
 
@@ -37,6 +37,7 @@ from minidist.parallel.flat.gradients import (
     GradientComm,
     GradientMemory,
     Gradients,
+    GradientsInLentMemory,
     GradientsToAll,
     GradientsToOwners,
     Messages,
@@ -82,10 +83,11 @@ class ParameterSet:
         op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
             gradients before they are summed.
         stay_in_buckets: whether gradients stay there between backward passes.
+        pass_has_rows: False in a pass of padding, which uses no parameters.
         total_count: how many of `Totals` are summed along with a round.
         unused: indices of the parameters without a gradient on this rank, in the round that runs.
         users: on how many ranks each parameter had a gradient, over all rounds since `begin`.
-        totals, sums: weight and loss, added up since `begin`; every total of the last round alone.
+        totals: weight and loss, added up since `begin`.
         tail, tail_in_bucket: for each parameter the number of ranks that used it, then the totals; whether
             this is the end of the last bucket, or a message of its own.
         sparse: parameters in no bucket, whose gradients come as rows.
@@ -107,7 +109,7 @@ class ParameterSet:
         self.memory, self.sum_dtype = memory or MemorySource(), sum_dtype
         is_sent = names is None or gradient_comm.ranks > 1  # experts may be on one rank alone
         self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
-        self.op, self.scale = "sum", 1.0
+        self.op, self.scale, self.pass_has_rows = "sum", 1.0, True
         if average and residency.whole_state:
             self.scale = 1 / gradient_comm.ranks
         elif average:  # a reduction to owners takes the mean itself
@@ -131,7 +133,7 @@ class ParameterSet:
         self.gradients: list[Gradients] = []
         self.reductions: list[Reduction] = []  # of compression, for each bucket
         self.sparse: list[nn.Parameter] = []
-        self.tail = self.sums = torch.zeros(0, dtype=torch.float64)
+        self.tail = torch.zeros(0, dtype=torch.float64)
         self.tail_in_bucket = False
         self._lies_in: dict[int, tuple[Gradients, int]] = {}
 
@@ -200,7 +202,6 @@ class ParameterSet:
         if not self.residency.whole_state:
             self.users[: len(before)] = before
         self.totals = self.totals.to(device)
-        self.sums = torch.zeros(self.total_count, dtype=torch.float64, device=device)
 
     def _send_to_all(self, tail_length: int) -> None:
         """Data parallelism: each bucket has memory of its own, and the last one also carries the tail."""
@@ -223,8 +224,8 @@ class ParameterSet:
         for bucket in self.buckets:
             if bucket.gradients is None:
                 layout, over = bucket.layout, self.gradient_comm
-                memory = GradientMemory(over.zeros(layout.length, layout.dtype, bucket.device))
-                bucket.gradients = GradientsToOwners(layout, over, self.op, memory)
+                flat = over.zeros(layout.length, layout.dtype, bucket.device)
+                bucket.gradients = GradientsToOwners(layout, over, self.op, flat)
 
     def _lend_and_send_to_owners(self) -> None:
         """ZeRO 2 and 3: of each dtype and device the buckets take turns in memory for two."""
@@ -236,11 +237,11 @@ class ParameterSet:
             turns = [GradientMemory(over.zeros(longest, dtype, device)) for _ in those[:TRANSIENT]]
             for number, bucket in enumerate(those):
                 layout, memory = bucket.layout, turns[number % len(turns)]
-                if isinstance(bucket.gradients, GradientsToOwners):
+                if isinstance(bucket.gradients, GradientsInLentMemory):
                     bucket.gradients.lend(memory)
                     continue
                 kept = self.memory.zeros(layout.share, self.sum_dtype or dtype, bucket.values.shard.device)
-                bucket.gradients = GradientsToOwners(layout, over, self.op, memory, kept)
+                bucket.gradients = GradientsInLentMemory(layout, over, self.op, memory, kept)
 
     # Before a bucket is reduced: its gradients come to it.
 
@@ -250,7 +251,7 @@ class ParameterSet:
         if found is None:
             return None
         gradients, at = found
-        if not gradients.holds:
+        if isinstance(gradients, GradientsInLentMemory) and not gradients.holds:
             gradients.borrow()
         return gradients.views[at]
 
@@ -288,13 +289,13 @@ class ParameterSet:
     @property
     def was_last_pass(self) -> bool:
         """Whether the last round was that of the last pass for all ranks."""
-        return Totals(*self.sums.tolist()).last_passes == self.gradient_comm.ranks
+        return Totals(*self.tail[len(self.indices) :].tolist()).last_passes == self.gradient_comm.ranks
 
     def summed(self, parameters: Sequence[nn.Parameter]) -> None:
         """React to a complete round."""
-        count, unused = len(self.indices), self.unused
-        self.sums, self.unused = self.tail[count:], []
+        count, unused, self.unused = len(self.indices), self.unused, []
         if self.residency.whole_state:
+            self.totals = self.tail[count:]
             self._drop_unused(unused, parameters)
             return
         if self.residency.whole_gradients:  # the sums of this round are all

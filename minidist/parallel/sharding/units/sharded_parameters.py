@@ -27,7 +27,7 @@ from minidist.comm.errors import CollectiveError
 from minidist.parallel.contract.training_state import model_tensors
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradients import GradientsToOwners, Messages
+from minidist.parallel.flat.gradients import GradientsInLentMemory, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.flat.values import GatheredValues
 from minidist.parallel.guards.claims import BY_FULLY_SHARD, claim
@@ -167,7 +167,7 @@ class ShardedParameters(Sharded):
             return
         self.is_complete = False
         for bucket in unit.buckets:
-            if not isinstance(gradients := bucket.gradients, GradientsToOwners):  # frozen
+            if not isinstance(gradients := bucket.gradients, GradientsInLentMemory):  # frozen
                 continue
             self._fill(gradients, bucket.parameters)
             messages = gradients.reduce(blocking=not ahead)
@@ -177,11 +177,11 @@ class ShardedParameters(Sharded):
             elif not ahead:
                 messages.complete()
 
-    def _fill(self, into: GradientsToOwners, parameters: Sequence[nn.Parameter]) -> None:
+    def _fill(self, into: GradientsInLentMemory, parameters: Sequence[nn.Parameter]) -> None:
         """Move the gradients of a bucket's parameters to where they are sent from."""
         into.complete()
         into.borrow()
-        views, grads = [], []
+        views, grads, has_rows = [], [], self.set_of[parameters[0]].pass_has_rows
         for view, parameter, index in zip(into.views, parameters, into.layout.param_indices, strict=True):
             grad = parameter.grad
             if grad is None:
@@ -189,7 +189,7 @@ class ShardedParameters(Sharded):
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.had_gradient[index] |= into.gradient_comm.pass_has_rows
+            self.had_gradient[index] |= has_rows
             parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)
@@ -197,7 +197,7 @@ class ShardedParameters(Sharded):
     def wait(self) -> None:
         """Wait for all reductions."""
         for bucket in self.buckets:
-            if isinstance(bucket.gradients, GradientsToOwners):
+            if isinstance(bucket.gradients, GradientsInLentMemory):
                 bucket.gradients.complete()
 
     # A step.

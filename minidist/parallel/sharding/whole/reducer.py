@@ -41,14 +41,14 @@ OF_ROWS, OF_PADDING = 1, 2
 class Came(Enum):
     """What has come since the last `finish_round`. A gradient moves this on, and so does the end of backward.
 
-    `finish_round` sums what was KEPT or is UNSENT, ends the round that is SENDING, and leaves what is SUMMED.
+    `finish_round` sums what was KEPT or is UNSENT, ends the round that is SENDING, and leaves FINISHED ones.
     """
 
     NOTHING = "no gradient"
     KEPT = "gradients that add up on this rank, as they should: not `syncing`"
     UNSENT = "gradients that wait for `finish_round`, without `overlap`; a step on them would come too early"
     SENDING = "gradients that a backward pass sends as buckets become full"
-    SUMMED = "gradients that a backward pass has sent and summed"
+    FINISHED = "gradients that a backward pass has sent and summed"
 
 
 class Reducer:
@@ -109,7 +109,7 @@ class Reducer:
     def arrived(self, param_index: int) -> None:
         """React to a gradient that autograd has accumulated."""
         param_set, parameter = self._set_of[param_index], self.parameters[param_index]
-        self._brought_by[param_index] |= OF_ROWS if param_set.gradient_comm.pass_has_rows else OF_PADDING
+        self._brought_by[param_index] |= OF_ROWS if param_set.pass_has_rows else OF_PADDING
         reducing = self.syncing and self.overlap
         if not reducing:
             if self._came not in (Came.UNSENT, Came.SENDING):
@@ -160,7 +160,7 @@ class Reducer:
 
     def _backward_ended(self) -> None:
         self.finish_round()
-        self._came = Came.SUMMED
+        self._came = Came.FINISHED
 
     @property
     def pending(self) -> bool:
@@ -178,7 +178,7 @@ class Reducer:
         A rank that has no gradients takes part too.
         """
         buckets = self.settle()
-        if self._came is Came.SUMMED:
+        if self._came is Came.FINISHED:
             self._came = Came.NOTHING
             return
 

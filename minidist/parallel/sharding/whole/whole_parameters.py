@@ -242,8 +242,7 @@ class WholeParameters(Sharded):
         self.sum_over_ranks(of_all_passes=True)
         if self.reducer is None:
             return float(self._own.weight), float(self._own.loss)
-        first = self.sets[0]
-        weight, loss = (first.totals if self.sharded else first.sums).tolist()
+        weight, loss = self.sets[0].totals.tolist()
         return weight, loss
 
     def sum_over_ranks(self, of_all_passes: bool = False) -> None:
@@ -311,9 +310,8 @@ class WholeParameters(Sharded):
         """Forget the sums of a step's gradients."""
         self.gradients_are = Progress.OWN
         self.slices.drop_gradients()
-        if self.sharded:
-            if self.reducer is not None:
-                self.reducer.recover()
+        if self.reducer is not None:
+            self.reducer.recover()
             for param_set in self.sets:
                 param_set.begin()
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
+from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.flat.gradients import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
@@ -23,7 +24,7 @@ from tests.parallel.experts.test_expert_layouts import CASE, gpt
 RANKS, F64 = 4, 8
 
 
-def step_of(zero: int) -> tuple[int, int, md.Memory, list[int], list[int]]:
+def step_of(zero: int) -> tuple[int, int, Memory, list[int], list[int]]:
     """Bytes that a step sends, and by the formula; memory; elements and numbers of both sets' parameters."""
     model = gpt(0, balance_rate=0.0)
     engine = md.prepare(model, ADAMW, md.Layout(dp=RANKS, ep=2, zero=zero))
