@@ -146,6 +146,7 @@ class GradientsToAll:
         reduced: (length,), the sums once they have come, this rank's own gradients before.
     """
 
+    holds = True  # they always have memory
     begun = False  # the sums of a round always replace those before
 
     def __init__(
@@ -175,10 +176,11 @@ class GradientsToOwners:
 
     Attributes:
         flat, views: (n share,), this rank's own gradients, and each parameter's part of them.
+        holds: whether they have memory now.
         begun: whether the next round's sums are added to `reduced`, instead of replacing it.
     """
 
-    begun = False
+    holds, begun = True, False
 
     def __init__(
         self,
@@ -246,7 +248,7 @@ class GradientsInLentMemory(GradientsToOwners):
         super().__init__(layout, gradient_comm, op, memory.flat[: layout.length], reduced)
         self._sending: Messages | None = None  # the reduction that is under way
         self.lend(memory)
-        self.views, self.holds = [], False  # whether they have memory now
+        self.views, self.holds = [], False
 
     def lend(self, memory: GradientMemory) -> None:
         """Use this memory from now on."""
