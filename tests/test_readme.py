@@ -95,11 +95,5 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors, link
 
 
-def test_both_commands_are_there() -> None:
-    text = PAGES[0].read_text()
-    for command in ("make bench", "make test"):
-        assert command in text
-
-
 def test_the_readme_is_short() -> None:
     assert len(PAGES[0].read_text().splitlines()) <= 120

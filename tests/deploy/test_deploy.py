@@ -232,7 +232,6 @@ def test_kubernetes_job_is_what_its_operator_asks_for() -> None:
     elastic = spec["elasticPolicy"]
     assert elastic["rdzvBackend"] in {"c10d", "etcd", "etcd-v2"}
     assert "nProcPerNode" not in elastic  # which is all that version 1.7 reads, where there is no master
-    assert "training operator (1.8 or newer)" in (DEPLOY / "kubernetes.yaml").read_text()
     assert (
         elastic["minReplicas"]
         == elastic["maxReplicas"]

@@ -169,14 +169,18 @@ def prepare(
         make, row = by_parameters(optimizer, model, part.tensor_map.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
             make = checked(make, layout, mesh.group("tp"))
+        given = dict((data_parallel if row.whole_parameters else fully_shard) or {})
+        hybrid, secondary = None, given.pop("secondary", None)
+        if layout.owners < layout.dp * layout.cp and not row.whole_state:
+            hybrid = mesh.blocks("dp_cp", layout.owners)
         meets = layout.cp * layout.ep > 1 or batch_norm is not None
         waits = row.whole_parameters and meets  # the rounds of units come in one order
-        gradient_comm = GradientComm(mesh.group("dp_cp"), waits_in_backward=waits)
-        if layout.owners < layout.dp * layout.cp and not row.whole_state:
-            gradient_comm.hybrid = mesh.blocks("dp_cp", layout.owners)
-        given = dict((data_parallel if row.whole_parameters else fully_shard) or {})
-        if secondary := given.pop("secondary", None):
-            gradient_comm.secondary, _ = mesh.blocks("dp_cp", secondary)
+        gradient_comm = GradientComm(
+            mesh.group("dp_cp"),
+            hybrid=hybrid,
+            secondary=mesh.blocks("dp_cp", secondary)[0] if secondary else None,
+            waits_in_backward=waits,
+        )
         of_experts = GradientComm(part.expert_copies, waits_in_backward=waits)
         experts = [(of_experts, part.experts)] if part.experts else []
         strategy = share_model(part.model, make, row, given, precision.master, gradient_comm, experts)

@@ -57,7 +57,7 @@ class Messages:
             self.advance()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class GradientComm:
     """The ranks that gradients are summed over.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,9 +79,8 @@ def _share_whole(
     compression = compression_of(options.pop("compression", None))
     check_bucket_mb(options.get("bucket_mb", 25))
     algorithm = options.pop("algorithm", "auto")
-    for over, _ in parts:
-        over.algorithm = algorithm
-    sets = [ParameterSet(row, *part, average=False, compression=compression) for part in parts]
+    shared_by = partial(ParameterSet, row, average=False, compression=compression)
+    sets = [shared_by(replace(over, algorithm=algorithm), names) for over, names in parts]
     start_equal(model, sets)
     # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
     names, parameters = names_of(model), [*model.parameters()]
