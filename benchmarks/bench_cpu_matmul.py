@@ -23,7 +23,7 @@ from minidist.kernels.cpu.s8_matrix_unit import MODES
 from minidist.kernels.cpu.s8_matrix_unit import RUNG as UNIT
 from minidist.kernels.cpu.support import thread_pool
 from minidist.kernels.cpu.support.bf16_instructions import AMX, AVX512_BF16, NONE, matrix_unit
-from minidist.kernels.measure import harness, roofline
+from minidist.kernels.measure import product_checks, roofline
 from minidist.kernels.rung import Array, empty
 
 # The largest size of a quick run and of a full one: cubes, so eight times the work at each step.
@@ -125,7 +125,7 @@ def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, 
 @compared("Each rung beside the one before it, float32")
 def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: Rung) -> None:
     """How much one idea gains: each rung in turns with the one before it."""
-    a, b = harness.inputs(size, size, size, np.float32, seed=size)
+    a, b = product_checks.inputs(size, size, size, np.float32, seed=size)
     out, out_before = (empty(size, size, np.float32) for _ in range(2))
     turns(
         benchmark,
@@ -157,7 +157,7 @@ def test_matrix_unit(
         pytest.skip(NONE)
     alone = cores == "one"
     before = LAST if alone else LAST_ALL_CORES
-    a, b = harness.inputs(size, size, size, np.float32, seed=size)
+    a, b = product_checks.inputs(size, size, size, np.float32, seed=size)
     x, y = (torch.from_numpy(each).bfloat16() for each in (a, b))
     out, theirs = (empty(size, size, np.float32) for _ in range(2))
     rounded, torchs = (torch.empty(size, size, dtype=torch.bfloat16) for _ in range(2))
@@ -182,7 +182,7 @@ def test_matrix_unit(
         name, product = peers[peer]
         turns(benchmark, ours, product, peer_name=name, budget=budget, pause=pause)
     _rates(benchmark, (size,) * 3, "bfloat16", cores)
-    exact = harness.reference(a[:64], b)
+    exact = product_checks.reference(a[:64], b)
     error = np.sqrt(((out[:64] - exact) ** 2).mean() / (exact**2).mean())
     benchmark.extra_info |= {
         "label": f"{mode}, {size}, {cores} beside {name}",
@@ -210,7 +210,7 @@ def beside_blas(
 ) -> None:
     """Check a rung's product, and time it in turns with NumPy's on as many cores, for `budget` seconds."""
     m, n, k = shape
-    a, b = harness.inputs(m, n, k, dtype, seed=m + n + k)
+    a, b = product_checks.inputs(m, n, k, dtype, seed=m + n + k)
     out, blas_out = (empty(m, n, dtype) for _ in range(2))
     alone = step.cores == "one"
     with threadpoolctl.threadpool_limits(1) if alone else contextlib.nullcontext():
@@ -232,18 +232,18 @@ def beside_blas(
 def _check(step: Rung, c: Array, a: Array, b: Array, factors: float = 0.0) -> None:
     """Check all of a small product, or some rows and columns: a large reference takes seconds."""
     if c.size <= 512 * 512:
-        harness.assert_product(c, a, b, f"rung {step.name}", factors=factors)
+        product_checks.assert_product(c, a, b, f"rung {step.name}", factors=factors)
         return
     rows, columns = (np.linspace(0, size - 1, 64, dtype=int) for size in c.shape)
     some = c[np.ix_(rows, columns)]
-    harness.assert_product(some, a[rows], b[:, columns], f"rung {step.name}", factors=factors)
+    product_checks.assert_product(some, a[rows], b[:, columns], f"rung {step.name}", factors=factors)
 
 
 def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores: roofline.Cores) -> None:
     """Enter what the times mean: FLOP/s, the share of BLAS's rate, and the share of the machine's peak."""
     if benchmark.disabled:
         return
-    extra, work = benchmark.extra_info, harness.flops(*shape) / 1e9
+    extra, work = benchmark.extra_info, product_checks.flops(*shape) / 1e9
     extra["gflops"] = work / benchmark.stats.stats.median
     extra["peer_gflops"] = work / extra["peer_median"]
     extra["percent_of_peer"] = 100 / extra["ratio"]
