@@ -108,7 +108,7 @@ def measure_pair(
     """
     for _ in range(warmup_rounds):
         ours(), peer()
-    found = take_turns({"ours": ours, "peer": peer}, range(rounds), early)
+    found = take_turns({"ours": ours, "peer": peer}, rounds, early=early)
     return found["ours"], found["peer"]
 
 

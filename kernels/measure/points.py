@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..rung import Rung, empty
-from . import gpu_timer, product_checks
+from . import gpu_timer, product_checks, timing_in_turns
 from .peaks import Roof
-from .timing_in_turns import time_in_turns
 
 Multiplication = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
 
@@ -111,7 +110,7 @@ def median_seconds(
     out = {"out": empty(m, n, dtype)} if isinstance(product, (Rung, np.ufunc)) else {}
     call = functools.partial(function, a, b, **out)
     with threadpool_limits(threads):
-        return statistics.median(time_in_turns({"product": call}, None, seconds)["product"])
+        return statistics.median(timing_in_turns.time_in_turns({"product": call}, None, seconds)["product"])
 
 
 def median_gpu_seconds(

@@ -117,13 +117,11 @@ def numpy_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return the dtype, also for "bfloat16". Raises ImportError if that needs ml_dtypes."""
     if dtype == "bfloat16":
         try:
-            import ml_dtypes
+            import ml_dtypes  # noqa: F401 (adds it to NumPy)
         except ImportError as error:
             raise ImportError(
                 "NumPy has bfloat16 from ml_dtypes, which is not installed: pip install ml-dtypes"
             ) from error
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
     return np.dtype(dtype)
 
 

@@ -32,7 +32,7 @@ from minidist.benchmarks.harness.training.what_is_trained import Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compare, record
 from minidist.comm import ledgers
 from minidist.comm.ledgers import Call
-from minidist.kernels.measure.timing_in_turns import take_turns, within
+from minidist.kernels.measure.timing_in_turns import take_turns
 from minidist.parallel.contract.memory_report import Memory
 
 TURN = 20e-3
@@ -246,7 +246,7 @@ def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int, each: flo
         for name, job in jobs.items():
             measured[name] = Timed(worlds(job.ranks).run(hold, name, job))
         timed = {name: partial(seconds_of, name, job) for name, job in jobs.items()}
-        for name, seconds in take_turns(timed, within(each * len(jobs), rounds)).items():
+        for name, seconds in take_turns(timed, rounds, each * len(jobs)).items():
             measured[name].seconds = seconds
     finally:
         for ranks in sizes:
