@@ -27,10 +27,10 @@ from minidist.kernels.measure import product_checks, roofline
 from minidist.kernels.rung import Array, empty
 
 # The largest size of a quick run and of a full one: cubes, so eight times the work at each step.
-LARGEST = {1: (64, 128), 2: (256, 512)}
+LARGEST = {"s1_python_loops": (64, 128), "s2_vectors": (256, 512)}
 LARGEST_COMPILED, LARGEST_LAST = (512, 1024), (2048, 4096)
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-# Rung 8 makes float32 of bf16 numbers: it has benchmarks of its own.
+# Rung 8 makes float32 of bf16 numbers: `test_matrix_unit` times it.
 LADDER = tuple(step for step in CPU_LADDER if "bfloat16" not in step.dtypes)
 # What rung 8 is compared with in each mode, and the goal for our time over theirs by what the CPU multiplies.
 UNIT_GOALS = {
@@ -42,8 +42,11 @@ UNIT_GOALS = {
 }
 ONE_CORE = tuple(step for step in LADDER if step.cores == "one")
 LAST, LAST_ALL_CORES = ONE_CORE[-1], [step for step in LADDER if step.cores == "all"][-1]
-# Sizes at which a rung can be compared with the one before it: rung 1 takes half a minute at 512.
-PAIRS = [(128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(LADDER)]
+# Each rung and the one before it, at a size that the slower one reaches.
+PAIRS = [
+    (min(512, LARGEST.get(before.name, LARGEST_COMPILED)[1]), before, step)
+    for before, step in itertools.pairwise(LADDER)
+]
 # m, n, k, and whether a quick run has them.
 TALL_AND_FLAT = {
     (4096, 4096, 64): False,
@@ -64,7 +67,7 @@ def cases() -> list[ParameterSet]:
     return [
         case(step, size, name=f"{step.name}-{size}", quick=size <= quick)
         for step in ONE_CORE
-        for quick, full in [LARGEST_LAST if step is LAST else LARGEST.get(step.number, LARGEST_COMPILED)]
+        for quick, full in [LARGEST_LAST if step is LAST else LARGEST.get(step.name, LARGEST_COMPILED)]
         for size in SIZES
         if size <= full
     ]
@@ -73,7 +76,10 @@ def cases() -> list[ParameterSet]:
 @pytest.mark.parametrize(("step", "size"), cases())
 @compared("Matrix products on one CPU core, float32")
 def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
-    """Square products of `size`, GFLOP/s and the share of BLAS's speed."""
+    """Square products of `size`, GFLOP/s and the share of BLAS's speed.
+
+    `test_all_cores` times the last rung on all cores, and `test_step` every rung beside the one before it.
+    """
     goal = {64: "small", 1024: "float32", 2048: "float32", 4096: "float32"}.get(size)
     _beside_blas(benchmark, step, (size,) * 3, "float32", full, goal if step is LAST else None)
     benchmark.extra_info |= {
