@@ -6,8 +6,9 @@ same shapes and dtypes. With `async_op=True` a function returns a `Work` at once
 its `wait()`. Either raises CollectiveError when a peer is gone, late, or makes another call.
 
 `algorithm="auto"` takes what `comm.using` names, else shared memory where all ranks are CPU ranks of one
-host, else "torch": torch.distributed over gloo or NCCL. The others send messages; see `comm.algorithms`. A
-function says what each of the three ways does and sends; `choose`, at the end of this file, takes one.
+host, else "torch": torch.distributed over gloo or NCCL, as `world.join` has decided for the whole world. The
+others send messages; see `comm.algorithms`. A function says what each of the three ways does and sends;
+`choose`, at the end of this file, takes one.
 
 In the formulas n is the number of ranks in the group, and S the bytes of the tensor passed. Bytes sent are
 the payload that other ranks get from this one, through sockets (`Ledger.bytes_on_wire`) or from its memory.
@@ -319,9 +320,9 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, op: st
     tensor, or any other on its device. "torch" becomes "ring" if torch cannot reduce this dtype by `op`.
     Raises ValueError if the algorithm is unknown, or it is "shared_memory" and the group has none.
     """
-    known = ALGORITHMS[operation]
-    if algorithm not in known and algorithm != "auto":
-        raise unknown(f"algorithm of {operation}", algorithm, ("auto", *known))
+    algorithms = ALGORITHMS[operation]
+    if algorithm not in algorithms and algorithm != "auto":
+        raise unknown(f"algorithm of {operation}", algorithm, ("auto", *algorithms))
     if len(ranks_of(group)) == 1:
         return "torch"
     how = preferred(operation) if algorithm == "auto" else algorithm
