@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import checking, tensor_checks
+from minidist.comm import tensor_checks
 from minidist.comm.algorithms.execute import execute
 from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
 from minidist.comm.algorithms.ring import all_gather_among, reduce_scatter_among
 from minidist.comm.algorithms.steps import bytes_sent, offsets
+from minidist.comm.checking import call_checker
 from minidist.comm.errors import described
 from minidist.comm.opaque import may_be_async
 from minidist.comm.transport import gloo_workarounds, shared_memory
@@ -339,8 +340,8 @@ def _why_no_memory(operation: str, group: Group, x: torch.Tensor) -> str:
         return f"its tensor is on {x.device}"
     found: GroupMemory | None = known(group).memory
     if found is None:  # making it is a collective, which the ranks' other calls must not mix with
-        if checking.checker is not None:
-            compared = checking.checker.enter(call_of(operation, "shared_memory", x, group))
+        if call_checker.checker is not None:
+            compared = call_checker.checker.enter(call_of(operation, "shared_memory", x, group))
             if compared is not None:
                 compared()
         found = group_memory(group, f"{operation} of {described(x)}")
