@@ -1,7 +1,7 @@
 """The CUDA ladder in Numba: ten kernels, each with one idea more than the one before.
 
-The same source runs on a GPU, and in an emulator of its instructions if there is none. To add a rung, write
-its file: the ladder reads this folder, the table is for readers, and `benchmarks/bench_cuda.py` times rungs.
+The same source runs on a GPU, and in an emulator if there is none. To add a rung, write its file: the ladder
+reads this folder. The table is for readers, and tested. `benchmarks/bench_cuda.py` times rungs.
 
 | File or folder | Holds |
 |---|---|
