@@ -23,14 +23,14 @@ from minidist.kernels.cpu.s8_matrix_unit import MODES
 from minidist.kernels.cpu.s8_matrix_unit import RUNG as UNIT
 from minidist.kernels.cpu.support import thread_pool
 from minidist.kernels.cpu.support.bf16_instructions import AMX, AVX512_BF16, NONE, matrix_unit
-from minidist.kernels.measure import harness, roofline
+from minidist.kernels.measure import product_checks, roofline
 from minidist.kernels.rung import Array, empty
 
 # The largest size of a quick run and of a full one: cubes, so eight times the work at each step.
-LARGEST = {1: (64, 128), 2: (256, 512)}
+LARGEST = {"s1_python_loops": (64, 128), "s2_vectors": (256, 512)}
 LARGEST_COMPILED, LARGEST_LAST = (512, 1024), (2048, 4096)
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-# Rung 8 makes float32 of bf16 numbers: it has benchmarks of its own.
+# Rung 8 makes float32 of bf16 numbers: `test_matrix_unit` times it.
 LADDER = tuple(step for step in CPU_LADDER if "bfloat16" not in step.dtypes)
 # What rung 8 is compared with in each mode, and the goal for our time over theirs by what the CPU multiplies.
 UNIT_GOALS = {
@@ -42,8 +42,11 @@ UNIT_GOALS = {
 }
 ONE_CORE = tuple(step for step in LADDER if step.cores == "one")
 LAST, LAST_ALL_CORES = ONE_CORE[-1], [step for step in LADDER if step.cores == "all"][-1]
-# Sizes at which a rung can be compared with the one before it: rung 1 takes half a minute at 512.
-PAIRS = [(128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(LADDER)]
+# Each rung and the one before it, at a size that the slower one reaches.
+PAIRS = [
+    (min(512, LARGEST.get(before.name, LARGEST_COMPILED)[1]), before, step)
+    for before, step in itertools.pairwise(LADDER)
+]
 # m, n, k, and whether a quick run has them.
 TALL_AND_FLAT = {
     (4096, 4096, 64): False,
@@ -64,7 +67,7 @@ def cases() -> list[ParameterSet]:
     return [
         case(step, size, name=f"{step.name}-{size}", quick=size <= quick)
         for step in ONE_CORE
-        for quick, full in [LARGEST_LAST if step is LAST else LARGEST.get(step.number, LARGEST_COMPILED)]
+        for quick, full in [LARGEST_LAST if step is LAST else LARGEST.get(step.name, LARGEST_COMPILED)]
         for size in SIZES
         if size <= full
     ]
@@ -73,7 +76,10 @@ def cases() -> list[ParameterSet]:
 @pytest.mark.parametrize(("step", "size"), cases())
 @compared("Matrix products on one CPU core, float32")
 def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
-    """Square products of `size`, GFLOP/s and the share of BLAS's speed."""
+    """Square products of `size`, GFLOP/s and the share of BLAS's speed.
+
+    `test_all_cores` times the last rung on all cores, and `test_step` every rung beside the one before it.
+    """
     goal = {64: "small", 1024: "float32", 2048: "float32", 4096: "float32"}.get(size)
     _beside_blas(benchmark, step, (size,) * 3, "float32", full, goal if step is LAST else None)
     benchmark.extra_info |= {
@@ -125,7 +131,7 @@ def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, 
 @compared("Each rung beside the one before it, float32")
 def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: Rung) -> None:
     """How much one idea gains: each rung in turns with the one before it."""
-    a, b = harness.inputs(size, size, size, np.float32, seed=size)
+    a, b = product_checks.inputs(size, size, size, np.float32, seed=size)
     out, out_before = (empty(size, size, np.float32) for _ in range(2))
     turns(
         benchmark,
@@ -157,7 +163,7 @@ def test_matrix_unit(
         pytest.skip(NONE)
     alone = cores == "one"
     before = LAST if alone else LAST_ALL_CORES
-    a, b = harness.inputs(size, size, size, np.float32, seed=size)
+    a, b = product_checks.inputs(size, size, size, np.float32, seed=size)
     x, y = (torch.from_numpy(each).bfloat16() for each in (a, b))
     out, theirs = (empty(size, size, np.float32) for _ in range(2))
     rounded, torchs = (torch.empty(size, size, dtype=torch.bfloat16) for _ in range(2))
@@ -182,7 +188,7 @@ def test_matrix_unit(
         name, product = peers[peer]
         turns(benchmark, ours, product, peer_name=name, budget=budget, pause=pause)
     _rates(benchmark, (size,) * 3, "bfloat16", cores)
-    exact = harness.reference(a[:64], b)
+    exact = product_checks.reference(a[:64], b)
     error = np.sqrt(((out[:64] - exact) ** 2).mean() / (exact**2).mean())
     benchmark.extra_info |= {
         "label": f"{mode}, {size}, {cores} beside {name}",
@@ -210,7 +216,7 @@ def beside_blas(
 ) -> None:
     """Check a rung's product, and time it in turns with NumPy's on as many cores, for `budget` seconds."""
     m, n, k = shape
-    a, b = harness.inputs(m, n, k, dtype, seed=m + n + k)
+    a, b = product_checks.inputs(m, n, k, dtype, seed=m + n + k)
     out, blas_out = (empty(m, n, dtype) for _ in range(2))
     alone = step.cores == "one"
     with threadpoolctl.threadpool_limits(1) if alone else contextlib.nullcontext():
@@ -232,18 +238,18 @@ def beside_blas(
 def _check(step: Rung, c: Array, a: Array, b: Array, factors: float = 0.0) -> None:
     """Check all of a small product, or some rows and columns: a large reference takes seconds."""
     if c.size <= 512 * 512:
-        harness.assert_product(c, a, b, f"rung {step.name}", factors=factors)
+        product_checks.assert_product(c, a, b, f"rung {step.name}", factors=factors)
         return
     rows, columns = (np.linspace(0, size - 1, 64, dtype=int) for size in c.shape)
     some = c[np.ix_(rows, columns)]
-    harness.assert_product(some, a[rows], b[:, columns], f"rung {step.name}", factors=factors)
+    product_checks.assert_product(some, a[rows], b[:, columns], f"rung {step.name}", factors=factors)
 
 
 def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores: roofline.Cores) -> None:
     """Enter what the times mean: FLOP/s, the share of BLAS's rate, and the share of the machine's peak."""
     if benchmark.disabled:
         return
-    extra, work = benchmark.extra_info, harness.flops(*shape) / 1e9
+    extra, work = benchmark.extra_info, product_checks.flops(*shape) / 1e9
     extra["gflops"] = work / benchmark.stats.stats.median
     extra["peer_gflops"] = work / extra["peer_median"]
     extra["percent_of_peer"] = 100 / extra["ratio"]

@@ -24,9 +24,9 @@ from minidist.benchmarks.harness import formats
 from minidist.benchmarks.harness.cuda import cuda_timing
 from minidist.benchmarks.harness.cuda.cuda_check import check_attention, check_rung, dtype_of, kind_of
 from minidist.benchmarks.harness.cuda.cuda_timing import Gpu, Operands
-from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
+from minidist.benchmarks.harness.turns import Benchmark, compared, measure_pair, record
 from minidist.kernels.measure import attention_reference as attention
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 
 if TYPE_CHECKING:
     from minidist.kernels.cuda.attention.cuda_attention_rung import CudaAttentionRung
@@ -134,7 +134,7 @@ def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> N
             lambda: cuda_timing.host_seconds(gpu, lambda: step.matmul(a, b, out=c)),
             lambda: cuda_timing.host_seconds(gpu, lambda: cuda_timing.torch_matmul(a, b, c)),
         )
-        seconds = measure_turns(ours, peer, rounds=LAUNCH_ROUNDS[full])
+        seconds = measure_pair(ours, peer, rounds=LAUNCH_ROUNDS[full])
     record(benchmark, *seconds, "torch.matmul")
     if benchmark.disabled:
         return
@@ -199,7 +199,9 @@ def test_attention(
     ours(), theirs()
     gpu.wait()
     record(
-        benchmark, *cuda_timing.time_in_turns(gpu, ours, theirs, BUDGET[full]), "scaled_dot_product_attention"
+        benchmark,
+        *cuda_timing.time_pair_on_gpu(gpu, ours, theirs, BUDGET[full]),
+        "scaled_dot_product_attention",
     )
     if not benchmark.disabled:
         size = (cuda_timing.HEADS,), positions, positions, 64
@@ -237,7 +239,7 @@ def _beside_torch(
 
 def _enter(benchmark: Benchmark, gpu: Gpu, step: CudaRung, kind: str, size: int) -> None:
     """Record what the times mean: FLOP/s, the share of torch's rate, and of the GPU's peak."""
-    extra, work = benchmark.extra_info, harness.flops(size, size, size)
+    extra, work = benchmark.extra_info, product_checks.flops(size, size, size)
     rate = work / benchmark.stats.stats.median
     rates[step.name, kind] = rate
     extra |= {
@@ -266,8 +268,8 @@ def _expected_seconds(gpu: Gpu, step: CudaRung, kind: str, size: int) -> float:
         a, b, c = Operands(gpu, (probed,) * 3, dtype_of(kind), seed=0).next()
         step.matmul(a, b, out=c)
         seconds = gpu.seconds(lambda: step.matmul(a, b, out=c))
-        rates[step.name, kind] = harness.flops(probed, probed, probed) / seconds
-    return harness.flops(size, size, size) / rates[step.name, kind]
+        rates[step.name, kind] = product_checks.flops(probed, probed, probed) / seconds
+    return product_checks.flops(size, size, size) / rates[step.name, kind]
 
 
 def _refuse(gpu: Gpu, step: CudaStep) -> None:

@@ -21,7 +21,7 @@ from minidist.benchmarks.harness.training.rounds import Worlds
 from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
-from minidist.kernels.measure.harness import time_in_turns
+from minidist.kernels.measure.timing_in_turns import time_in_turns
 from minidist.parallel.engine.training_step import Engine
 
 if not torch.cuda.is_available():

@@ -27,7 +27,7 @@ from torch import nn
 import minidist as md
 from minidist.benchmarks.harness.formats import seconds, size
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
-from minidist.kernels.measure.harness import time_in_turns
+from minidist.kernels.measure.timing_in_turns import time_in_turns
 
 pytestmark = pytest.mark.no_finding
 GROUP = "Costs that grow"

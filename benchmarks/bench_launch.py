@@ -15,7 +15,7 @@ import pytest
 
 import minidist as md
 from minidist.benchmarks.harness.training.rounds import Worlds
-from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
+from minidist.benchmarks.harness.turns import Benchmark, compared, measure_pair, record
 
 pytestmark = pytest.mark.no_finding
 
@@ -70,7 +70,7 @@ def measured(_: Worlds, full: bool) -> dict[str, list[float]]:
         return scripts[-1][0]
 
     rounds = 15 if full else 5
-    whole, torch_s = measure_turns(script, lambda: fresh_process(IMPORT_TORCH)[0], rounds=rounds)
+    whole, torch_s = measure_pair(script, lambda: fresh_process(IMPORT_TORCH)[0], rounds=rounds)
     return {"script": whole, "launch": [inside for _, inside in scripts[-rounds:]], "torch": torch_s}
 
 

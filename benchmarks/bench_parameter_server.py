@@ -20,7 +20,7 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
+from minidist.benchmarks.harness.turns import Benchmark, compared, measure_pair, record
 from minidist.model.data import dataset
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.model.mlp import MLP
@@ -100,7 +100,7 @@ def test_asynchronous(benchmark: Benchmark, cluster: md.Cluster, full: bool, pau
         done.append(run(cluster, max_staleness, pause, seed=len(done)))
         return done[-1].seconds
 
-    seconds = measure_turns(lambda: once(None), lambda: once(0), rounds=15 if full else 3)
+    seconds = measure_pair(lambda: once(None), lambda: once(0), rounds=15 if full else 3)
     record(benchmark, *seconds, "synchronous")
     ours, peer = (statistics.median(r.updates for r in runs[kind]) for kind in (None, 0))
     stale = statistics.mean(r.staleness for r in runs[None])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.formats import binary_size
-from minidist.benchmarks.harness.turns import Benchmark, clear, measure_turns, record
+from minidist.benchmarks.harness.turns import Benchmark, clear, measure_pair, record
 from minidist.comm import cost
 
 TURN = 20e-3
@@ -68,7 +68,7 @@ def time_against_torch(
         return bool(comm.all_reduce(torch.tensor(float(clear(*seconds))), "min"))
 
     timed = partial(_turn, ours[variant], x), partial(_turn, peer, written)
-    return measure_turns(*timed, rounds=rounds, early=clear_to_all)
+    return measure_pair(*timed, rounds=rounds, early=clear_to_all)
 
 
 SENT: dict[str, Callable[[int], float]] = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from minidist.benchmarks.harness.cuda import cuda_check, cuda_timing
 from minidist.benchmarks.harness.cuda_smoke import smoke
 from minidist.kernels import cuda
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 
 RAGGED = (300, 330, 280)  # m, n, k: past the largest tile each way
 SIZE = 8192
@@ -62,7 +62,7 @@ def timed(name: str, dtype: str) -> str:
     operands = cuda_timing.Operands(gpu, (SIZE,) * 3, dtype, seed=secrets.randbits(63))
     seconds, _ = cuda_timing.beside_torch(gpu, rung, kind, operands, BUDGET)
     own, other = map(statistics.median, seconds)
-    rate = harness.flops(SIZE, SIZE, SIZE) / own
+    rate = product_checks.flops(SIZE, SIZE, SIZE) / own
     return f"{rate / 1e12:.1f} TFLOP/s, {other / own:.3f} of torch.matmul's: {name} in {kind}, {SIZE}"
 
 

@@ -23,7 +23,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from minidist.benchmarks.harness import columns
-from minidist.kernels.measure.harness import LEAST
+from minidist.kernels.measure.timing_in_turns import LEAST, take_turns
 
 TURN = 1e-3  # minimal seconds of a turn
 CLEAR = 1.1
@@ -84,7 +84,7 @@ def turns(
     peer_calls, peer_s = _calls(peer, clock, turn)
     if rounds is None:
         rounds = max(5, min(100, int(budget / max(ours_s + peer_s + 2 * pause, 1e-9))))
-    measured = measure_turns(
+    measured = measure_pair(
         lambda: _turn(ours, ours_calls, clock, pause),
         lambda: _turn(peer, peer_calls, clock, pause),
         rounds=1 if benchmark.disabled else rounds,
@@ -94,7 +94,7 @@ def turns(
     record(benchmark, *measured, peer_name)
 
 
-def measure_turns(
+def measure_pair(
     ours: Callable[[], float],
     peer: Callable[[], float],
     *,
@@ -102,18 +102,14 @@ def measure_turns(
     warmup_rounds: int = 1,
     early: Callable[[Sequence[float], Sequence[float]], bool] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Call two self-timing programs in turns; return the seconds of both, without the warm-up rounds.
+    """Call two programs that time themselves, in turns; return both's seconds, without the warm-up rounds.
 
     early: tells from the seconds so far whether to stop before `rounds`, as `clear` does.
     """
     for _ in range(warmup_rounds):
         ours(), peer()
-    our_seconds: list[float] = []
-    peer_seconds: list[float] = []
-    while len(our_seconds) < rounds and not (early and early(our_seconds, peer_seconds)):
-        our_seconds.append(ours())
-        peer_seconds.append(peer())
-    return our_seconds, peer_seconds
+    found = take_turns({"ours": ours, "peer": peer}, rounds, early=early)
+    return found["ours"], found["peer"]
 
 
 def clear(ours: Sequence[float], peer: Sequence[float]) -> bool:

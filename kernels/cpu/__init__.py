@@ -1,7 +1,7 @@
 """The CPU ladder: ways to multiply two matrices, each with one idea more than the one before.
 
-A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file, and
-its line here.
+A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file: the
+ladder reads this folder. The table is for readers, and tested. `benchmarks/bench_cpu_matmul.py` times rungs.
 
 | File | The one idea |
 |---|---|

@@ -1,7 +1,7 @@
 """The CUDA ladder in Numba: ten kernels, each with one idea more than the one before.
 
-The same source runs on a GPU, and in an emulator of the GPU's instructions if there is none. To add a rung,
-write its file, and its line here.
+The same source runs on a GPU, and in an emulator if there is none. To add a rung, write its file: the ladder
+reads this folder. The table is for readers, and tested. `benchmarks/bench_cuda.py` times rungs.
 
 | File or folder | Holds |
 |---|---|

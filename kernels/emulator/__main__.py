@@ -21,7 +21,7 @@ from ..attention_rung import AttentionRung
 from ..cuda import CUDA_LADDER
 from ..cuda.attention import CUDA_ATTENTION_LADDER
 from ..measure import attention_reference as attention
-from ..measure import harness
+from ..measure import product_checks
 from ..rung import Step
 from .launch_and_profile import Profile, profiled
 from .ptx.fault import EmulatorError
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measured(step: Any, n: int, dtype: str | None) -> tuple[Profile, float]:
     """Return the profile of a rung's n x n x n product or n positions, and the seconds without counting."""
     kind = dtype or _usual(step)
-    a, b = harness.inputs(n, n, n, harness.numpy_dtype(kind), seed=n)
+    a, b = product_checks.inputs(n, n, n, product_checks.numpy_dtype(kind), seed=n)
 
     def call() -> None:
         if isinstance(step, AttentionRung):
@@ -94,7 +94,7 @@ def _cells(step: Any, n: int, dtype: str | None) -> tuple[str, ...]:
         work = attention.flops(_size(n), False, False) + backward * attention.flops(_size(n), False, True)
         least = attention.least_bytes(step, _size(n), False, kind)
     else:
-        work, least = harness.flops(n, n, n), harness.bytes(n, n, n, kind)
+        work, least = product_checks.flops(n, n, n), product_checks.least_bytes(n, n, n, kind)
     return (
         step.name,
         str(total.instructions),

@@ -2,9 +2,9 @@
 
 | File | Holds |
 |---|---|
-| harness | inputs, reference, error bound, timing in turns |
-| attention_reference | the same of attention: its formulas in float64, a check |
-| gpu_timer | times work on a GPU by its own clock |
+| product_checks | a product's inputs, reference, error bound, FLOPs and fewest bytes |
+| attention_reference | attention's formulas in float64, and a check against them |
+| timing_in_turns, gpu_timer | time functions in turns, A B A B; time work on a GPU by its own clock |
 | peaks | what bounds a kernel on one machine, as data |
 | cpu_peaks, peak_loops | measure a CPU's peaks |
 | gpu_peaks | measures a GPU's peaks |

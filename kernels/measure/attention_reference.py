@@ -10,7 +10,7 @@ import numpy as np
 
 from ..attention_rung import AttentionRung
 from ..rung import Array, dtype_name
-from .harness import numpy_dtype
+from .product_checks import numpy_dtype
 
 # Relative to the largest of each array. Halves: four roundings, of the weights, of sums, of the result.
 ERROR = {"float32": 1e-5, "float16": 4 * 2**-11, "bfloat16": 4 * 2**-8}

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..rung import Rung, empty
-from . import gpu_timer, harness
+from . import gpu_timer, product_checks, timing_in_turns
 from .peaks import Roof
 
 Multiplication = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
@@ -34,7 +34,7 @@ def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
     """
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k are {m}, {n}, {k}: pass 1 or more, as an empty product has no rate")
-    return harness.flops(m, n, k) / harness.bytes(m, n, k, dtype)
+    return product_checks.flops(m, n, k) / product_checks.least_bytes(m, n, k, dtype)
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Point:
     @property
     def rate(self) -> float:
         """Return the measured FLOP/s."""
-        return harness.flops(self.m, self.n, self.k) / self.seconds
+        return product_checks.flops(self.m, self.n, self.k) / self.seconds
 
     @property
     def bytes(self) -> int:
         """Return the fewest bytes that the product moves: a and b read once, c written once."""
-        return harness.bytes(self.m, self.n, self.k, self.stored or self.dtype)
+        return product_checks.least_bytes(self.m, self.n, self.k, self.stored or self.dtype)
 
     @property
     def intensity(self) -> float:
@@ -104,13 +104,13 @@ def median_seconds(
     """
     from threadpoolctl import threadpool_limits
 
-    a, b = harness.inputs(m, n, k, dtype, seed=0)
+    a, b = product_checks.inputs(m, n, k, dtype, seed=0)
     function = product.matmul if isinstance(product, Rung) else product
     # Use memory that exists already, or the time would include the pages of a new array.
     out = {"out": empty(m, n, dtype)} if isinstance(product, (Rung, np.ufunc)) else {}
     call = functools.partial(function, a, b, **out)
     with threadpool_limits(threads):
-        return statistics.median(harness.time_in_turns({"product": call}, None, seconds)["product"])
+        return statistics.median(timing_in_turns.time_in_turns({"product": call}, None, seconds)["product"])
 
 
 def median_gpu_seconds(

@@ -92,11 +92,11 @@ def place(
     """Time `product` with (m, k) and (k, n), and return its point on the roofline.
 
     `product` is a rung, a NumPy function such as numpy.matmul, or any function of two arrays; its result is
-    not checked here (`harness.check` does that). `cores` names the roof: "one" core; "all" for a product that
-    uses threads (BLAS gets as many); "gpu" for a product that takes tensors in the memory of torch's GPU. A
-    rung knows its own; others count as "one". The time is the median of calls for `seconds`, at least three;
-    on a GPU it is the GPU's own time, without Python's. A rung that multiplies float32 as TF32 or bfloat16 is
-    placed below that roof.
+    not checked here (`product_checks.check` does that). `cores` names the roof: "one" core; "all" for a
+    product that uses threads (BLAS gets as many); "gpu" for a product that takes tensors in the memory of
+    torch's GPU. A rung knows its own; others count as "one". The time is the median of calls for `seconds`,
+    at least three; on a GPU it is the GPU's own time, without Python's. A rung that multiplies float32 as
+    TF32 or bfloat16 is placed below that roof.
 
     Raises ValueError for a size below 1, and for a dtype or cores that were not measured.
     """

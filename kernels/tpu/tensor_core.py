@@ -52,7 +52,7 @@ def tensor_core_mma(a: Array, b: Array, c: Array, unit: str = "float32", tf32: b
 
     `unit` says how they are summed:
     - "float32": d = c, then d = d + a[:, p] b[p, :] for p = 0, 1, ..., k - 1, each sum rounded to the nearest
-      float32. The error is at most gamma_k (|a||b| + |c|), with gamma_k as in `harness`.
+      float32. The error is at most gamma_k (|a||b| + |c|), with gamma_k as in `product_checks`.
     - "V100", "A100", "H100": as that GPU does, 4, 8 or 16 products of float16 at once. Each term is cut
       towards zero, by less than a unit in the last place of the largest: the error bound is about twice as
       large, and errors of terms of one sign add up instead of averaging out.

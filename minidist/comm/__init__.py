@@ -40,7 +40,7 @@ cost/           predicts the time of a collective from latency and bandwidth
 | are processes for ranks started? | `SupervisorServer.start` | launching/supervisor.py |
 | does the death of a rank become known? | `SupervisorServer.reap` | launching/supervisor.py |
 | is the rank named that failed first? | `collect` | launching/collect_results.py |
-| are deadlocks and different calls found? | `Checker.enter` | checking/__init__.py |
+| are deadlocks and different calls found? | `Checker.enter` | checking/call_checker.py |
 | is a dtype refused that a call cannot take? | `refusal` | tensor_checks.py |
 | does a failed call become an error in words? | `failed` | errors.py |
 | are bytes and seconds counted? | `Ledger` | ledgers.py |

@@ -6,8 +6,9 @@ same shapes and dtypes. With `async_op=True` a function returns a `Work` at once
 its `wait()`. Either raises CollectiveError when a peer is gone, late, or makes another call.
 
 `algorithm="auto"` takes what `comm.using` names, else shared memory where all ranks are CPU ranks of one
-host, else "torch": torch.distributed over gloo or NCCL. The others send messages; see `comm.algorithms`. A
-function says what each of the three ways does and sends; `choose`, at the end of this file, takes one.
+host, else "torch": torch.distributed over gloo or NCCL, as `world.join` has decided for the whole world. The
+others send messages; see `comm.algorithms`. A function says what each of the three ways does and sends;
+`choose`, at the end of this file, takes one.
 
 In the formulas n is the number of ranks in the group, and S the bytes of the tensor passed. Bytes sent are
 the payload that other ranks get from this one, through sockets (`Ledger.bytes_on_wire`) or from its memory.
@@ -26,11 +27,12 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import checking, tensor_checks
+from minidist.comm import tensor_checks
 from minidist.comm.algorithms.execute import execute
 from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
 from minidist.comm.algorithms.ring import all_gather_among, reduce_scatter_among
 from minidist.comm.algorithms.steps import bytes_sent, offsets
+from minidist.comm.checking import call_checker
 from minidist.comm.errors import described
 from minidist.comm.opaque import may_be_async
 from minidist.comm.transport import gloo_workarounds, shared_memory
@@ -319,9 +321,9 @@ def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, op: st
     tensor, or any other on its device. "torch" becomes "ring" if torch cannot reduce this dtype by `op`.
     Raises ValueError if the algorithm is unknown, or it is "shared_memory" and the group has none.
     """
-    known = ALGORITHMS[operation]
-    if algorithm not in known and algorithm != "auto":
-        raise unknown(f"algorithm of {operation}", algorithm, ("auto", *known))
+    algorithms = ALGORITHMS[operation]
+    if algorithm not in algorithms and algorithm != "auto":
+        raise unknown(f"algorithm of {operation}", algorithm, ("auto", *algorithms))
     if len(ranks_of(group)) == 1:
         return "torch"
     how = preferred(operation) if algorithm == "auto" else algorithm
@@ -338,8 +340,8 @@ def _why_no_memory(operation: str, group: Group, x: torch.Tensor) -> str:
         return f"its tensor is on {x.device}"
     found: GroupMemory | None = known(group).memory
     if found is None:  # making it is a collective, which the ranks' other calls must not mix with
-        if checking.checker is not None:
-            compared = checking.checker.enter(call_of(operation, "shared_memory", x, group))
+        if call_checker.checker is not None:
+            compared = call_checker.checker.enter(call_of(operation, "shared_memory", x, group))
             if compared is not None:
                 compared()
         found = group_memory(group, f"{operation} of {described(x)}")

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from minidist._names import unknown
-from minidist.comm import checking, ledgers, returned_ranks
+from minidist.comm import ledgers, returned_ranks
 from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
+from minidist.comm.checking import call_checker
 from minidist.comm.errors import CollectiveError, describe_tensor, failed, note_out_of_step
 from minidist.comm.stream_times import StreamTimes
 
@@ -221,7 +222,7 @@ class Work:
     def __init__(
         self, call: ledgers.Call, start: Callable[[bool], Any], result: Callable[[], Any], at_once: bool
     ) -> None:
-        self._check = None if checking.checker is None else checking.checker.enter(call)
+        self._check = None if call_checker.checker is None else call_checker.checker.enter(call)
         self._call, self._result = call, result
         self._value: Any = None
         self._waited = False

@@ -103,9 +103,9 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
     if backend != "gloo":
         torch.cuda.set_device(local_rank())
     if check:
-        from minidist.comm import checking
+        from minidist.comm.checking import call_checker
 
-        checking.start(store, own, ranks, limit.total_seconds())
+        call_checker.start(store, own, ranks, limit.total_seconds())
 
 
 def _idle_gpus(gpus: int, ranks: int) -> str:
@@ -156,11 +156,12 @@ def shutdown() -> None:
     if _joined_here:
         import torch.distributed as dist
 
-        from minidist.comm import checking, returned_ranks, work
+        from minidist.comm import returned_ranks, work
+        from minidist.comm.checking import call_checker
         from minidist.comm.transport import mailbox
 
         _joined_here = False
-        checking.stop()
+        call_checker.stop()
         work.forget_groups()
         mailbox.stop()
         returned_ranks.stop()

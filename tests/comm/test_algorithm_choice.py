@@ -94,9 +94,9 @@ def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
         def nothing(size: int, ranges: object) -> int:
             return -1
 
-        from minidist.comm.transport import host
+        from minidist.comm.transport import ipc
 
-        host.make_file = nothing
+        ipc.make_file = nothing
         with comm.ledger() as ledger:
             x = comm.all_reduce(comm.empty_shared((3,)) + 1)
             exact(x, torch.full((3,), 2.0))

@@ -10,7 +10,7 @@ from numba import cuda, float32, int32
 from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime import device
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 
 TYPES = (numba_type("float32", 1), cuda.types.int32)
 
@@ -71,7 +71,7 @@ def through_numpy(a, b, c):
     """What a rung of tensor cores does, without a kernel: sums in float32."""
 
     def values(x):
-        kind = harness.numpy_dtype(x.dtype)
+        kind = product_checks.numpy_dtype(x.dtype)
         return x.view2d().view(kind)
 
     with np.errstate(all="ignore"):

@@ -14,7 +14,7 @@ import pytest
 from minidist.kernels.attention_rung import AttentionRung
 from minidist.kernels.cuda.runtime.kernel import Kernel
 from minidist.kernels.measure import attention_reference as attention
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 
 OPCODES = {
     0x023: "FFMA",  # multiply-add, float32
@@ -105,7 +105,7 @@ def launches(step, dtype, n, width=64):
         if isinstance(step, AttentionRung):
             attention.run(step, ((1,), n, n, width), True, dtype)
         else:
-            step.matmul(*(np.empty((n, n), harness.numpy_dtype(dtype)) for _ in "ab"))
+            step.matmul(*(np.empty((n, n), product_checks.numpy_dtype(dtype)) for _ in "ab"))
     return caught
 
 

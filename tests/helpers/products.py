@@ -10,7 +10,7 @@ import pytest
 
 from minidist.kernels.cpu.support import bf16_instructions, block_sizes, one_thread
 from minidist.kernels.cpu.support.caches import Caches
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 
 KIB, MIB = 2**10, 2**20
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -98,7 +98,7 @@ def random_laid_out(rng, rows, columns, dtype, layout):
 def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
     """Fail unless step multiplies operands laid out so, writes all of out, and nothing else."""
     m, n, k = sizes
-    a, b = harness.inputs(m, n, k, dtype, seed)
+    a, b = product_checks.inputs(m, n, k, dtype, seed)
     a_view, a_base = laid_out(a, layouts[0])
     b_view, b_base = laid_out(b, layouts[1])
     out, out_base = laid_out(np.full((m, n), 7, dtype), layouts[2])
@@ -108,7 +108,7 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
     assert step.matmul(a_view, b_view, out=out) is out
 
     message = f"{step.name} {sizes} {dtype} {layouts} seed={seed}"
-    harness.assert_product(out, a, b, message, factors=step.factors)
+    product_checks.assert_product(out, a, b, message, factors=step.factors)
     np.testing.assert_array_equal(a_base, inputs_before[0])
     np.testing.assert_array_equal(b_base, inputs_before[1])
     # What surrounds out is NaN still: nothing was written outside of it.
@@ -116,7 +116,7 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
     assert np.isnan(out_base).all(), "written outside of out"
     again = step.matmul(a_view, b_view)
     if step.number > 5 and min(m, n) <= FEW:
-        harness.assert_product(again, a, b, "laid out differently", factors=step.factors)
+        product_checks.assert_product(again, a, b, "laid out differently", factors=step.factors)
     else:
         np.testing.assert_array_equal(again, step.matmul(a, b))
 

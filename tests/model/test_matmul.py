@@ -14,7 +14,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import minidist as md
 from minidist.kernels import CPU_LADDER, CUDA_LADDER, Rung, rung
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from minidist.model import MLP, accuracy, digits
 from minidist.model.matmul import Linear, matmul
 from tests.helpers.products import skip_unless_it_runs
@@ -98,7 +98,7 @@ def hold_to_the_bound(c, a, b, added=None):
     """Fail unless c is a b + added, but for rung 8's rounding of float32 factors, its sums and c's dtype."""
     exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     factors = S8.factors if c.dtype == torch.float32 else 0.0
-    most = harness.error_bound(a.shape[1], "float16", "float32", factors=factors) * sizes
+    most = product_checks.error_bound(a.shape[1], "float16", "float32", factors=factors) * sizes
     added = torch.zeros(c.shape[1]) if added is None else added
     most += torch.finfo(c.dtype).eps * (exact.abs() + most + added.double().abs())
     assert ((c.double() - exact - added.double()).abs() <= most).all()

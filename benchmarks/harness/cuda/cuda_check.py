@@ -1,9 +1,9 @@
 """Check a GPU's matrix product against float64, computed on the same GPU, within a derived error bound.
 
-`kernels.measure.harness` has the bounds and does the same for NumPy arrays, but a CPU takes seconds for its
-reference at size 4096. A larger product is checked in 256 whole rows and 256 whole columns: one drawn from
-each 256th of them, so that at 16384 the sample meets every aligned tile of 64 x 64. Every element is checked
-to be finite.
+`kernels.measure.product_checks` has the bounds and does the same for NumPy arrays, but a CPU takes seconds
+for its reference at size 4096. A larger product is checked in 256 whole rows and 256 whole columns: one drawn
+from each 256th of them, so that at 16384 the sample meets every aligned tile of 64 x 64. Every element is
+checked to be finite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minidist.kernels.measure import attention_reference as attention
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from minidist.kernels.rung import dtype_name
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def bound(k: int, dtype: str, sums: str, tf32: bool) -> float:
     """Bound the error of a sum of k products plus that of its float64 reference, in units of |a||b|."""
     # NumPy lacks bfloat16; float16 stands in, since only "are sums wider than factors?" matters here.
     factors = "float16" if dtype == "bfloat16" else dtype
-    return harness.error_bound(k, factors, sums, tf32) + harness.error_bound(k, "float64", "float64")
+    reference = product_checks.error_bound(k, "float64", "float64")
+    return product_checks.error_bound(k, factors, sums, tf32) + reference
 
 
 def samples(m: int, n: int, k: int, seed: int) -> Iterator[tuple[Any, Any]]:

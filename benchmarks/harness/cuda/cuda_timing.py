@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from minidist.benchmarks.harness.cuda.cuda_check import check_rung
-from minidist.benchmarks.harness.turns import measure_turns
+from minidist.benchmarks.harness.turns import measure_pair
 from minidist.kernels.cuda.runtime import device
 from minidist.kernels.measure.gpu_timer import GpuTimer
 from minidist.kernels.measure.peaks import Roof
@@ -170,8 +170,10 @@ def float32_as(kind: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def time_in_turns(gpu: Gpu, ours: Program, peer: Program, budget: float) -> tuple[list[float], list[float]]:
-    """Time two programs in turns, A B A B; return the GPU's seconds of a call in each turn, for both.
+def time_pair_on_gpu(
+    gpu: Gpu, ours: Program, peer: Program, budget: float
+) -> tuple[list[float], list[float]]:
+    """Time two programs in turns by the GPU's own clock; return the seconds of a call in each turn, for both.
 
     A turn calls a program often enough to fill a millisecond. The number of rounds fits into `budget`
     seconds, between 7 and 50, or at least 3 if a call takes long. Both programs must have been called before.
@@ -183,7 +185,7 @@ def time_in_turns(gpu: Gpu, ours: Program, peer: Program, budget: float) -> tupl
         turn += once * calls[-1]
     fewest = FEWEST_SLOW_ROUNDS if turn > SLOW else FEWEST_ROUNDS
     rounds = max(fewest, min(MOST_ROUNDS, int(budget / max(turn, 1e-9))))
-    return measure_turns(
+    return measure_pair(
         lambda: gpu.seconds(ours, calls[0]),
         lambda: gpu.seconds(peer, calls[1]),
         rounds=rounds,
@@ -210,7 +212,7 @@ def beside_torch(
         worst = check()
         peer()
         gpu.wait()
-        seconds = time_in_turns(gpu, ours, peer, budget)
+        seconds = time_pair_on_gpu(gpu, ours, peer, budget)
         ours()  # check again after launches that followed each other closely
         return seconds, max(worst, check())
 

@@ -19,7 +19,7 @@ import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.training.programs import Program, stepped
 from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work
-from minidist.kernels.measure.harness import LEAST
+from minidist.kernels.measure.timing_in_turns import LEAST
 from minidist.model.configs import config
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, StagePlacement
 from minidist.parallel.layerwise.layer_by_layer import cut, measure

@@ -32,7 +32,7 @@ from minidist.benchmarks.harness.training.what_is_trained import Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compare, record
 from minidist.comm import ledgers
 from minidist.comm.ledgers import Call
-from minidist.kernels.measure import harness
+from minidist.kernels.measure.timing_in_turns import take_turns
 from minidist.parallel.contract.memory_report import Memory
 
 TURN = 20e-3
@@ -231,19 +231,23 @@ Measured = dict[str, Timed]
 def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int, each: float = math.inf) -> Measured:
     """Measure programs in turns, each once per round. Skip the test where they use devices of two kinds.
 
-    After `each` seconds for each program, `harness.LEAST` rounds suffice.
+    After `each` seconds for each program, `LEAST` rounds suffice.
     """
     sizes = {job.ranks for job in jobs.values()}
     _refuse_two_kinds({ranks: worlds(ranks).run(device_kind)[0] for ranks in sizes})
     measured: Measured = {}
+
+    def seconds_of(name: str, job: Job) -> float:
+        steps = job.steps or steps_of(measured[name], job.period)
+        seconds: list[float] = worlds(job.ranks).run(turn, name, steps, job.warm)
+        return max(seconds)  # a step ends on the slowest rank
+
     try:
         for name, job in jobs.items():
             measured[name] = Timed(worlds(job.ranks).run(hold, name, job))
-        for _ in harness.within(each * len(jobs), rounds):
-            for name, job in jobs.items():
-                steps = job.steps or steps_of(measured[name], job.period)
-                seconds = worlds(job.ranks).run(turn, name, steps, job.warm)
-                measured[name].seconds.append(max(seconds))  # a step ends on the slowest rank
+        timed = {name: partial(seconds_of, name, job) for name, job in jobs.items()}
+        for name, seconds in take_turns(timed, rounds, each * len(jobs)).items():
+            measured[name].seconds = seconds
     finally:
         for ranks in sizes:
             worlds(ranks).run(drop)

@@ -22,7 +22,7 @@ import numpy as np
 from ... import cuda
 from ...attention_rung import AttentionRung
 from ...measure import attention_reference as attention
-from ...measure import harness
+from ...measure import product_checks
 from ..launch_and_profile import profiled
 from ..ptx.fault import Fault
 from .patches import changed, mistakes_in
@@ -150,7 +150,7 @@ def caught_by(step: Any, sizes: Iterable[int], dtype: str) -> tuple[str, str]:
                     attention.check(step, ((first,), queries, keys, width), causal, rng, dtype)
             else:
                 n, k = others
-                harness.check(step, first, n, k, dtype, rng)
+                product_checks.check(step, first, n, k, dtype, rng)
     except Fault as fault:
         file, _, line = fault.where.rpartition(":")  # a line of the source
         has_a_place = Path(file).is_file() and int(line) > 0
@@ -173,7 +173,7 @@ def caught_by_counting(step: Any, sizes: Iterable[int], dtype: str, sectors: flo
                 limit = 1.3 * attention.least_bytes(step, ALIGNED_HEAD, True, dtype)
         else:
             m, n, k = sizes
-            step.matmul(*harness.inputs(m, n, k, dtype, seed=0))
+            step.matmul(*product_checks.inputs(m, n, k, dtype, seed=0))
     if counts.shared_conflicts:
         return "bank conflicts", str(counts)
     if counts.sectors_per_load > sectors:

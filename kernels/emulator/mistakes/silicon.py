@@ -31,7 +31,7 @@ from ...cache_folder import cache_folder
 from ...cuda import load
 from ...cuda.runtime import device, gpu_driver
 from ...cuda.runtime.kernel import Kernel
-from ...measure import gpu_timer, harness
+from ...measure import gpu_timer, product_checks
 from .mutants import COUNTED, USUAL, Mutant, built, caught, forget, planted, small_tiles
 
 SHAPE = (4100, 4130, 1053)  # m, n, k: ragged, and more tiles than a GPU runs at once
@@ -138,7 +138,7 @@ def compile_one(number: int, shape: tuple[int, int, int], folder: Path, capabili
 
     Kernel.launch = note  # type: ignore[method-assign]
     for step in (load(rung), built(rung, mutant.changes, folder / str(number)).RUNG):
-        step.matmul(*harness.inputs(*shape, USUAL[rung][1], seed=0))
+        step.matmul(*product_checks.inputs(*shape, USUAL[rung][1], seed=0))
     for kernel, types in launches:
         architecture = device.architecture_on(kernel.architecture, capability, rung, "the GPU")
         spills = kernel.compile(types, architecture).report.spill_stores

@@ -70,7 +70,8 @@ def _run_as_rank(
 ) -> list[Any]:
     import torch.distributed as dist
 
-    from minidist.comm import checking, returned_ranks, world
+    from minidist.comm import returned_ranks, world
+    from minidist.comm.checking import call_checker
 
     world.init(timeout or world.DEFAULT_TIMEOUT, check)
     if world.size() != ranks:
@@ -78,7 +79,7 @@ def _run_as_rank(
             f"{found.launcher} started {world.size()} ranks and the program asks for {ranks}; make them equal"
         )
     results: list[Any] = [None] * ranks
-    with checking.run(timeout):
+    with call_checker.run(timeout):
         value = fn()
     returned_ranks.end_run()
     dist.all_gather_object(results, value)

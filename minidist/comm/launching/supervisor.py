@@ -5,10 +5,9 @@ a fresh interpreter would need a second of both cores. Forking is safe here and 
 this process runs nothing: it has no thread pool, no CUDA context, and one thread.
 
 It keeps two promises. It reports the exit status of each rank, signals included; collect_results.py words
-the error. And when the caller is gone,
-however that came about, it kills every rank and the processes that the rank started: it sees the end of its
-control socket. If the supervisor itself is killed, the kernel kills its ranks (`prctl(PR_SET_PDEATHSIG)`;
-elsewhere a thread in each rank watches).
+the error. And when the caller is gone, however that came about, it kills every rank and the processes that
+the rank started: it sees the end of its control socket. If the supervisor itself is killed, the kernel kills
+its ranks (`prctl(PR_SET_PDEATHSIG)`; elsewhere a thread in each rank watches).
 
 It blocks SIGTERM, which a scheduler sends to every process of a job at once: ranks that save before they
 leave still need the supervisor. It ends with its caller.

@@ -110,13 +110,14 @@ def _run(call: bytearray, limit: float | None) -> Returned:
     import cloudpickle
     import torch.distributed as dist
 
-    from minidist.comm import checking, errors, returned_ranks, work
+    from minidist.comm import errors, returned_ranks, work
+    from minidist.comm.checking import call_checker
     from minidist.comm.launching.sending import forget
 
     joined = dist.group.WORLD
     function, args, kwargs, forgotten = pickle.loads(call)
     forget(forgotten)
-    with checking.run(limit):
+    with call_checker.run(limit):
         value = function(*args, **kwargs)
         if dist.group.WORLD is not joined:
             raise RuntimeError(

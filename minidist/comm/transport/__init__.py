@@ -4,7 +4,7 @@ Everything else goes through torch.distributed. `choose` in collectives.py says 
 
 - `shared_memory.py`: the memory of a group's ranks on one host, and the collectives in it (`empty_shared`)
 - `mailbox.py`: a message through shared memory: its format, its sender, its receiver; where mailboxes are
-- `host.py`: what ranks of one host share: each other's processes, files in memory, semaphores, a barrier
+- `ipc.py`: primitives of inter-process communication: processes, files in memory, semaphores, a barrier
 - `gloo_workarounds.py`: a lean reduce-scatter for gloo, and the shape of its broadcast tree
 """
 

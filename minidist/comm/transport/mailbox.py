@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from minidist.comm.errors import FOLLOWS
 from minidist.comm.ledgers import MessageIdentity
-from minidist.comm.transport import host
-from minidist.comm.transport.host import LINE, SPINS, Process, Semaphore, address_of, padded
+from minidist.comm.transport import ipc
+from minidist.comm.transport.ipc import LINE, SPINS, Process, Semaphore, address_of, padded
 from minidist.comm.work import Group, known, limit_of, preferred, ranks_of
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Incoming:
                 arrival.came, arrival.elsewhere = arrival.size, True
             elif reason:
                 raise RuntimeError(reason)
-            elif reason := host.why_gone(self.source, self._sender):
+            elif reason := ipc.why_gone(self.source, self._sender):
                 continue  # it may have sent just before, and another thread may have that in its hands
             elif time.monotonic() - begun > arrival.limit():
                 raise RuntimeError(f"timed out after {arrival.limit():g} s waiting for a message")
@@ -380,13 +380,13 @@ class Mailboxes:
 
     def __init__(self, store: Any, own: int, ranks: int) -> None:
         self._store, self._own = store, own
-        self._process, self._descriptor = host.this_process(), -1
+        self._process, self._descriptor = ipc.this_process(), -1
         self._incoming: dict[int, Incoming | None] = {}
         self._outgoing: dict[int, Outgoing | None] = {}
         self._lock = threading.Lock()
-        if host.has_semaphores():
+        if ipc.has_semaphores():
             ranges = [(rank * PITCH, 2 * LINE) for rank in range(ranks)]  # almost without memory yet
-            self._descriptor = host.make_file(ranks * PITCH, ranges)
+            self._descriptor = ipc.make_file(ranks * PITCH, ranges)
         if self._descriptor >= 0:
             self._patient = ranks > len(os.sched_getaffinity(0))
             self._memory = memoryview(mmap.mmap(self._descriptor, ranks * PITCH))

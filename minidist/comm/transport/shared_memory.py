@@ -1,7 +1,7 @@
 """The memory of a group's ranks on one host, and the collectives in which they read each other's tensors.
 
 For each rank the memory has a header, in which the rank writes what it is about to do, semaphores for
-barriers (`host.py`), and three staging buffers. Every collective begins with a barrier, after which each rank
+barriers (`ipc.py`), and three staging buffers. Every collective begins with a barrier, after which each rank
 reads all headers: if ranks make different calls, all of them learn it at once.
 
 Each of n ranks reduces its n-th of the tensor from all ranks' memory, and the others read the result from
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from minidist.comm.algorithms.execute import COMBINE
 from minidist.comm.errors import failed
-from minidist.comm.transport import STAGE, host
-from minidist.comm.transport.host import ProcessBarrier
+from minidist.comm.transport import STAGE, ipc
+from minidist.comm.transport.ipc import ProcessBarrier
 from minidist.comm.work import Failed, Group, known, limit_of, process_group, ranks_of
 
 BUFFERS = 3
@@ -59,11 +59,11 @@ class SharedMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
-        if not host.has_semaphores():
+        if not ipc.has_semaphores():
             raise Failed("this system has no memory and semaphores that processes can share")
-        rank, everyone = dist.get_rank(group), host.processes(group)
+        rank, everyone = dist.get_rank(group), ipc.processes(group)
         self._group, self.limit = weakref.ref(group), limit  # a group that is destroyed takes this with it
-        self.hosts = host.by_host(everyone)  # the group's ranks, host by host
+        self.hosts = ipc.by_host(everyone)  # the group's ranks, host by host
         self.members = next(each for each in self.hosts if rank in each)  # the ranks on this host
         # A member is named by its index in `members`.
         self.own, ranks = self.members.index(rank), len(self.members)
@@ -75,11 +75,11 @@ class SharedMemory:
 
         control = ProcessBarrier.size(ranks) + 2 * ranks * _header_size(ranks)
         # The first member's region also holds the control part.
-        pitch = host.padded(BUFFERS * STAGE + control)
-        descriptor = host.share_file(group, self.hosts, pitch)
+        pitch = ipc.padded(BUFFERS * STAGE + control)
+        descriptor = ipc.share_file(group, self.hosts, pitch)
         if descriptor is None:
             raise Failed("the ranks cannot map common memory: too little is left, or it is not allowed")
-        self._memory = host.map_segment(descriptor, ranks, pitch)
+        self._memory = ipc.map_segment(descriptor, ranks, pitch)
         common = memoryview(self._memory)[BUFFERS * STAGE : BUFFERS * STAGE + control]
         if self.own == 0:
             ProcessBarrier.prepare(common, ranks)
@@ -128,7 +128,7 @@ class SharedMemory:
     def look_after(self, late: Callable[[], list[int]]) -> None:
         """Raise Failed if a member that is late has ended, or returned from its function."""
         for member in late():
-            reason = host.why_gone(self.names[member], self.peers[member])
+            reason = ipc.why_gone(self.names[member], self.peers[member])
             if reason and member in late():  # asked again: it may have come, and then ended
                 raise Failed(reason)
 
@@ -148,7 +148,7 @@ class SharedMemory:
 
     def locate(self, x: Tensor) -> tuple[int, int]:
         """Return a tensor's segment number and its first byte there; (0, 0) if it lies in no segment."""
-        segment = host.segment_of(x)
+        segment = ipc.segment_of(x)
         if segment is None or segment.owner != self.number:
             return 0, 0
         return segment.number, _start(x)
@@ -158,7 +158,7 @@ class SharedMemory:
 
         x must lie in a segment, as `locate` tells.
         """
-        segment = host.segment_of(x)
+        segment = ipc.segment_of(x)
         assert segment is not None
         start, size = _start(x), (len(x) if length is None else length) * x.element_size()
         if not size:
@@ -170,15 +170,15 @@ class SharedMemory:
 
         None on all ranks if the tensor would be empty or memory is short.
         """
-        pitch = host.padded(torch.Size(shape).numel() * dtype.itemsize)
+        pitch = ipc.padded(torch.Size(shape).numel() * dtype.itemsize)
         group = self._group()
         assert group is not None  # it makes all calls here, and so is alive
-        descriptor = host.share_file(group, self.hosts, pitch) if pitch else None
+        descriptor = ipc.share_file(group, self.hosts, pitch) if pitch else None
         if descriptor is None:
             return None
-        segment = host.map_segment(descriptor, len(self.members), pitch)
+        segment = ipc.map_segment(descriptor, len(self.members), pitch)
         segment.number, segment.owner = next(self._segments), self.number
-        return host.tensor_in(segment, self.own, shape, dtype)
+        return ipc.tensor_in(segment, self.own, shape, dtype)
 
     def _header(self, member: int, parity: int) -> int:
         return (2 * member + parity) * _header_size(len(self.members))

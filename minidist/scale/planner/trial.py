@@ -14,7 +14,7 @@ import torch
 
 from minidist import comm
 from minidist.comm.launching.launch import launch
-from minidist.kernels.measure.harness import time_in_turns
+from minidist.kernels.measure.timing_in_turns import time_in_turns
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.gpt import GPT
 from minidist.model.sampler import Sampler

@@ -240,9 +240,9 @@ def test_legal_programs_pass(checked: Clusters, ranks: int, program: Callable[[]
 
 def test_records_do_not_pile_up(checked: Clusters) -> None:
     def many() -> tuple[int, int]:
-        from minidist.comm import checking
+        from minidist.comm.checking import call_checker
 
-        store = checking.checker.watch.store  # type: ignore[union-attr]
+        store = call_checker.checker.watch.store  # type: ignore[union-attr]
         comm.barrier()
         before = store.num_keys()
         for _ in range(100):
@@ -504,9 +504,9 @@ def test_lines_of_a_notebooks_cell_are_named(checked: Clusters) -> None:
 
 def test_launch_takes_the_flag() -> None:
     def check() -> bool:
-        from minidist.comm import checking
+        from minidist.comm.checking import call_checker
 
-        return checking.checker is not None
+        return call_checker.checker is not None
 
     assert md.launch(check, 2, check=True) == [True, True]
     assert md.launch(check, 2) == [False, False]

@@ -29,7 +29,7 @@ from minidist.benchmarks.harness.slow_link import slow_wire
 from minidist.benchmarks.harness.slow_link.two_hosts import NAMES, TwoHosts, counter, why_not
 from minidist.checkpoint import CheckpointError
 from minidist.comm.algorithms.formulas import formula
-from minidist.comm.transport.host import by_host, processes
+from minidist.comm.transport.ipc import by_host, processes
 from tests.helpers import contract, models, ranks_on_hosts
 from tests.helpers.clocks import HANG, until
 from tests.helpers.processes import alive, wait_until_gone

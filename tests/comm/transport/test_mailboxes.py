@@ -20,7 +20,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm import messages
 from minidist.comm.transport import mailbox
-from minidist.comm.transport.host import HOST_VARIABLE, this_process
+from minidist.comm.transport.ipc import HOST_VARIABLE, this_process
 from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 from tests.helpers.on_ranks import on_ranks

@@ -13,13 +13,13 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.comm import work
-from minidist.comm.transport import host, shared_memory
+from minidist.comm.transport import ipc, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
 from tests.helpers.clocks import HANG
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import error_of
 
-pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
+pytestmark = pytest.mark.skipif(not ipc.has_semaphores(), reason="needs Linux, for shared semaphores")
 
 
 @on_ranks(2, 3, shared=(True, False))
@@ -221,4 +221,4 @@ def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cores:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
         spins = shared_memory.SharedMemory(group, 30.0).process_barrier.spins
-    assert spins == (host.SPINS if cores == 4 else 0)
+    assert spins == (ipc.SPINS if cores == 4 else 0)

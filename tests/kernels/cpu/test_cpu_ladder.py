@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from minidist.kernels import CPU_LADDER, cpu
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
+from minidist.kernels.measure.timing_in_turns import time_in_turns
 from tests.helpers.products import (
     LAYOUTS,
     check_ladder,
@@ -55,14 +56,14 @@ def test_any_size_any_strides_any_dtype(step, data):
 @every_rung_and_dtype
 def test_check_passes_at_ragged_sizes(step, dtype):
     rng = np.random.default_rng()
-    for m, n, k in harness.shapes(rng, 12, LARGEST.get(step.name, 200)):
-        harness.check(step, m, n, k, dtype, rng)
+    for m, n, k in product_checks.shapes(rng, 12, LARGEST.get(step.name, 200)):
+        product_checks.check(step, m, n, k, dtype, rng)
 
 
 @every_rung_and_dtype
 def test_nan_and_infinity_travel_as_in_blas(step, dtype):
     rng = np.random.default_rng()
-    a, b = harness.inputs(12, 13, 11, dtype, int(rng.integers(2**32)))
+    a, b = product_checks.inputs(12, 13, 11, dtype, int(rng.integers(2**32)))
     for x in (a, b):
         x[rng.integers(x.shape[0], size=6), rng.integers(x.shape[1], size=6)] = SPECIAL
     a[3], b[4, 5] = 0, np.inf  # 0 * inf is NaN: a kernel that skips zeros would miss it
@@ -90,10 +91,8 @@ def test_the_first_four_rungs_agree_to_the_last_bit(dtype):
 @pytest.mark.deep
 def test_each_of_the_first_four_is_faster_than_the_one_before():
     """By 1.5 at least. Measured at 250 x 250 x 250 it is 8 and more: a busy machine does not fail this."""
-    a, b = harness.inputs(96, 96, 96, "float32", 0)
-    seconds = harness.time_in_turns(
-        {step.name: lambda s=step: s.matmul(a, b) for step in FIRST_FOUR}, rounds=5
-    )
+    a, b = product_checks.inputs(96, 96, 96, "float32", 0)
+    seconds = time_in_turns({step.name: lambda s=step: s.matmul(a, b) for step in FIRST_FOUR}, rounds=5)
     medians = [statistics.median(times) for times in seconds.values()]
     for slower, faster in itertools.pairwise(medians):
         assert slower > 1.5 * faster, medians

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from minidist.kernels import Rung, rung
 from minidist.kernels.cpu.support import one_thread, register_tile
 from minidist.kernels.cpu.support.block_sizes import blocks
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from tests.helpers.products import (
     LAYOUTS,
     check_laid_out,
@@ -52,7 +52,7 @@ def test_every_shape_of_a_tile(dtype):
             k = int(
                 rng.choice([1, 2, register_tile.LATE - 1, register_tile.LATE, register_tile.LATE + 1, 60])
             )
-            harness.check(RUNG, m, n, k, dtype, rng)
+            product_checks.check(RUNG, m, n, k, dtype, rng)
             for layout in ("embedded", "embedded, transposed"):  # nothing beside is read or written
                 layouts = ["embedded", layout, "embedded"]
                 check_laid_out(RUNG, (m, n, k), dtype, layouts, int(rng.integers(2**32)))
@@ -79,11 +79,11 @@ def test_sizes_past_the_blocks_of_any_machine(dtype, l2, l3):
     rng = np.random.default_rng()
     with with_caches(l2, l3):
         size = blocks(np.dtype(dtype).char)
-        harness.check(
+        product_checks.check(
             RUNG, size.rows * size.tiles + 1, size.near // size.depth + 1, size.depth + 1, dtype, rng
         )
         # Just deep enough to be packed, and wider than a block of b.
-        harness.check(RUNG, size.rows + 1, size.width + 1, size.near // size.width + 1, dtype, rng)
+        product_checks.check(RUNG, size.rows + 1, size.width + 1, size.near // size.width + 1, dtype, rng)
 
 
 @every_dtype
@@ -94,7 +94,7 @@ def test_memory_is_read_only_where_it_was_packed_for_this_product(dtype):
     assert np.isnan(RUNG.matmul(nan, nan)).all()
     for _ in range(20):
         m, n, k = (int(size) for size in rng.integers(1, 100, size=3))
-        harness.check(RUNG, m, n, k, dtype, rng)
+        product_checks.check(RUNG, m, n, k, dtype, rng)
 
 
 def beyond_the_edge(a, b, out):

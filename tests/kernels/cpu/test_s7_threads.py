@@ -15,7 +15,7 @@ from minidist.kernels import rung
 from minidist.kernels.cpu import s7_threads
 from minidist.kernels.cpu.support import atomic, board, register_tile, thread_pool
 from minidist.kernels.cpu.support.block_sizes import blocks
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from tests.helpers.clocks import HANG, until
 from tests.helpers.products import LAYOUTS, check_laid_out, every_cache, guarded_blocks, with_caches
 
@@ -54,7 +54,7 @@ def all_asleep():
 
 def random_product(rng, largest=(120, 150, 200)):
     m, n, k = (int(size) for size in rng.integers(1, largest))
-    return harness.inputs(m, n, k, rng.choice(["float32", "float64"]), int(rng.integers(2**32)))
+    return product_checks.inputs(m, n, k, rng.choice(["float32", "float64"]), int(rng.integers(2**32)))
 
 
 def assert_same_bits(a, b, message=""):
@@ -72,7 +72,7 @@ def test_any_number_of_threads_gives_the_bits_of_rung_6(count):
             assert_same_bits(a, b)
         a, b = random_product(rng, (40, 100, 1700))
         assert_same_bits(a, b)
-        harness.assert_product(RUNG.matmul(a, b), a, b)
+        product_checks.assert_product(RUNG.matmul(a, b), a, b)
 
 
 @settings(deadline=None, max_examples=60)
@@ -104,7 +104,7 @@ def test_small_products_stay_in_one_thread(monkeypatch):
     monkeypatch.setattr(thread_pool, "begin", lambda count: bool(helpers.append(count)))
     for m, count in [(1, None), (2 * s7_threads.LEAST_WORK // 10_000, 1), (10**4, 3)]:
         helpers.clear()
-        a, b = harness.inputs(m, 100, 100, "float32", 1)
+        a, b = product_checks.inputs(m, 100, 100, "float32", 1)
         assert_same_bits(a, b)
         assert helpers == ([count] if count else [])
 
@@ -149,7 +149,7 @@ def test_few_rows_and_few_columns_are_cut_too():
         (1, 1, 5000),
     ]:
         for dtype in ("float32", "float64"):
-            a, b = harness.inputs(m, n, k, dtype, int(rng.integers(2**32)))
+            a, b = product_checks.inputs(m, n, k, dtype, int(rng.integers(2**32)))
             for count in (2, 3):
                 with threads(count):
                     assert_same_bits(a, b)
@@ -167,7 +167,7 @@ def test_a_strip_of_b_waits_until_nobody_works_for_the_one_before(l2, l3):
     """The board and the packed b are used again. A worker stopped inside comes out a little later."""
     rng = np.random.default_rng()
     # b is past the second cache: a smaller one is not packed.
-    a, b = harness.inputs(60, 400 + l2 // 4 // 900, 900, "float32", int(rng.integers(2**32)))
+    a, b = product_checks.inputs(60, 400 + l2 // 4 // 900, 900, "float32", int(rng.integers(2**32)))
     work, post, at = s7_threads._work, s7_threads._post, thread_pool.address()
     through_the_door(at, 0)
     timers, inside = [], []
@@ -196,7 +196,7 @@ def test_a_strip_of_b_waits_until_nobody_works_for_the_one_before(l2, l3):
 
 def test_large_products_in_strips_have_the_bits_of_rung_6():
     """Parts take longer than a thread watches, and the last strip is narrow."""
-    a, b = harness.inputs(200, 2050, 4096, "float32", 1)
+    a, b = product_checks.inputs(200, 2050, 4096, "float32", 1)
     with threads(2, SHARED=2**23):
         for _ in range(3):
             assert_same_bits(a, b)
@@ -211,7 +211,7 @@ def test_workers_take_part():
         return work(space, at, seen, leads)
 
     with threads(2, _work=late):
-        assert_same_bits(*harness.inputs(400, 400, 400, "float32", 1))
+        assert_same_bits(*product_checks.inputs(400, 400, 400, "float32", 1))
 
 
 def test_products_back_to_back_never_see_each_others_b():
@@ -282,7 +282,7 @@ def test_workers_that_come_late_change_nothing():
         late.rng = getattr(late, "rng", None) or np.random.default_rng()
         time.sleep(late.rng.choice([0, 1e-4, 5e-4, 2e-3]))
 
-    a, b = harness.inputs(200, 190, 210, "float32", 1)
+    a, b = product_checks.inputs(200, 190, 210, "float32", 1)
     with threads(4, memory=in_workers(sleep)):
         for _ in range(100):
             b = rng.permutation(b)
@@ -297,7 +297,7 @@ def test_the_callers_error_leaves_the_pool_in_order():
             raise MemoryError("the caller's")
         return memory(purpose, kind, elements)
 
-    a, b = harness.inputs(200, 190, 210, "float32", 1)  # large enough for three threads
+    a, b = product_checks.inputs(200, 190, 210, "float32", 1)  # large enough for three threads
     for _ in range(10):
         with threads(3, memory=fail), pytest.raises(MemoryError, match="the caller's"):
             RUNG.matmul(a, b)
@@ -333,7 +333,7 @@ def test_a_lost_part_is_found():
         post(*product)
         thread_pool.board[thread_pool.TAKEN] += 1
 
-    a, b = harness.inputs(100, 100, 100, "float32", 1)
+    a, b = product_checks.inputs(100, 100, 100, "float32", 1)
     with threads(2):
         assert_same_bits(a, b)
     with threads(2, _post=skip_one), pytest.raises(AssertionError):

@@ -12,7 +12,7 @@ from minidist.kernels.cpu import s8_matrix_unit
 from minidist.kernels.cpu.s8_matrix_unit import MODES
 from minidist.kernels.cpu.support import bf16_instructions, bf16_posting
 from minidist.kernels.cpu.support.tile_registers import configuration
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from minidist.kernels.rung import empty
 from minidist.kernels.tpu.tiles import TileUnit
 from minidist.kernels.tried_once import remembered
@@ -43,12 +43,12 @@ def rms(c, exact):
 def test_each_mode_has_its_error(unit, mode, most):
     rng = np.random.default_rng()
     for m, n, k in [(1, 1, 1), (45, 70, 33), (64, 96, 1700)]:
-        a, b = harness.inputs(m, n, k, "float32", int(rng.integers(2**32)))
+        a, b = product_checks.inputs(m, n, k, "float32", int(rng.integers(2**32)))
         c = STEP.matmul(a, b, mode=mode)
-        harness.assert_product(c, a, b, mode, factors=MODES[mode][1])
-        assert c.size == 1 or rms(c, harness.reference(a, b)) < most  # a single number is its own mean
+        product_checks.assert_product(c, a, b, mode, factors=MODES[mode][1])
+        assert c.size == 1 or rms(c, product_checks.reference(a, b)) < most  # a single number is its own mean
     if mode == "bf16":
-        np.testing.assert_allclose(c, harness.reference(bf16(a), bf16(b)), rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(c, product_checks.reference(bf16(a), bf16(b)), rtol=1e-4, atol=1e-3)
 
 
 def test_bf16_numbers_of_torch_and_as_bits(unit):
@@ -125,7 +125,7 @@ def test_sums_of_bf16_numbers_are_rounded_once(unit):
 @every_layout
 def test_bf16_numbers_may_lie_anyhow(unit, layout):
     """The layouts of float32 are those of every rung: see test_cpu_ladder.py."""
-    x = (harness.inputs(70, 70, 70, "float32", 1)[0].view(np.uint32) >> 16).astype(np.uint16)
+    x = (product_checks.inputs(70, 70, 70, "float32", 1)[0].view(np.uint32) >> 16).astype(np.uint16)
     view = laid_out(np.ones((70, 70), np.float32), layout)[0]
     base = np.full(view.base.shape if view.base is not None else view.shape, 0x7FC0, np.uint16)
     there = LAYOUTS[layout](70, 70)[1](base)
@@ -167,10 +167,10 @@ def test_where_numbers_become_infinite_and_parts_subnormal(unit):
     one = np.eye(40, dtype=np.float32)
     for number, rounded in ((3.3961e38, True), (3.3962e38, False)):
         assert np.isfinite(STEP.matmul(one[:, :1] * np.float32(number), one[:1, :1])[0, 0]) == rounded
-    a, b = harness.inputs(40, 40, 40, "float32", 5)
+    a, b = product_checks.inputs(40, 40, 40, "float32", 5)
     for scale, least, most in ((1e-32, 0, 5e-6), (1e-37, 1e-4, 1e-2)):  # one part of two is left
         x, y = a * np.float32(scale), b * np.float32(1e20)
-        assert least < rms(STEP.matmul(x, y, mode="bf16x3"), harness.reference(x, y)) < most
+        assert least < rms(STEP.matmul(x, y, mode="bf16x3"), product_checks.reference(x, y)) < most
 
 
 def test_subnormal_numbers_and_payloads(unit):
@@ -186,9 +186,9 @@ def test_all_cores_and_many_strips(unit, monkeypatch):
     monkeypatch.setattr(s8_matrix_unit, "LEAST_WORK", 1)
     monkeypatch.setattr(s8_matrix_unit, "SHARED", 1)  # a panel at a time
     monkeypatch.setattr(s8_matrix_unit.thread_pool, "threads", lambda: 3)
-    a, b = harness.inputs(90, 100, 40, "float32", 3)
+    a, b = product_checks.inputs(90, 100, 40, "float32", 3)
     for mode in MODES:
-        harness.assert_product(STEP.matmul(a, b, mode=mode), a, b, mode, factors=MODES[mode][1])
+        product_checks.assert_product(STEP.matmul(a, b, mode=mode), a, b, mode, factors=MODES[mode][1])
     a[3, 4] = np.inf
     assert np.isinf(STEP.matmul(a, b, mode="bf16x3")[3]).all()
 
@@ -204,9 +204,9 @@ def test_fresh_memory_is_arbitrary(unit, monkeypatch):
     for module in s8_matrix_unit, bf16_posting:
         monkeypatch.setattr(module, "memory", garbage)
     monkeypatch.setattr(s8_matrix_unit, "own_memory", bf16_posting._OwnMemory)
-    a, b = harness.inputs(9, 10, 35, "float32", 3)
+    a, b = product_checks.inputs(9, 10, 35, "float32", 3)
     for mode in MODES:
-        harness.assert_product(STEP.matmul(a, b, mode=mode), a, b, mode, factors=MODES[mode][1])
+        product_checks.assert_product(STEP.matmul(a, b, mode=mode), a, b, mode, factors=MODES[mode][1])
     x = bf16(a[:, :1]).view(np.uint32) >> 16
     deep = np.repeat(x.astype(np.uint16), 5000, axis=1)  # of several depths, whose sums wait to be rounded
     np.testing.assert_array_equal(STEP.matmul(deep, deep.T), STEP.matmul(deep, deep.T.copy()))
@@ -313,12 +313,12 @@ tile_registers.add_products = add_products
 
 from minidist.kernels import rung
 from minidist.kernels.cpu.s8_matrix_unit import MODES
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 for sizes in ((1, 1, 1), (45, 70, 33), (64, 96, 4100), (100, 33, 64)):
-    a, b = harness.inputs(*sizes, "float32", 3)
+    a, b = product_checks.inputs(*sizes, "float32", 3)
     for mode in MODES:
         c = rung("s8").matmul(a, b, mode=mode)
-        harness.assert_product(c, a, b, mode, factors=MODES[mode][1])
+        product_checks.assert_product(c, a, b, mode, factors=MODES[mode][1])
     halves = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b)]
     wide = rung("s8").matmul(*halves, out=np.empty(c.shape, np.float32))
     rounded = (rung("s8").matmul(*halves).astype(np.uint32) << 16).view(np.float32)
@@ -428,7 +428,7 @@ def multiply_on_model(parts=1, k=70, rows=(), pair=True, release=True, permissio
 @pytest.mark.parametrize(("parts", "most"), [(1, 3e-3), (2, 5e-6), (3, 6e-7)])
 def test_tiles_multiply_on_the_model(parts, most):
     unit, c, a, b = multiply_on_model(parts)
-    assert rms(c, harness.reference(a, b)) < most
+    assert rms(c, product_checks.reference(a, b)) < most
     products = (1, 3, 6)[parts - 1] * 3  # of parts, for three steps of 16 words
     assert (unit.loads, unit.stores, unit.products) == (2 * 4 * products + 4, 8, 2 * 4 * products)
     assert unit.released
@@ -451,10 +451,10 @@ def test_mistakes_on_tiles_are_found():
         multiply_on_model(permission=False)
     assert not multiply_on_model(release=False)[0].released
     _, c, a, b = multiply_on_model(pair=False)
-    assert rms(c, harness.reference(a, b)) > 0.5
+    assert rms(c, product_checks.reference(a, b)) > 0.5
     for part, least in ((1, 1e-3), (2, 1e-6)):  # forgotten
         _, c, a, b = multiply_on_model(part + 1, skip=part)
-        assert rms(c, harness.reference(a, b)) > least
+        assert rms(c, product_checks.reference(a, b)) > least
     unit = TileUnit([empty(1, 4, np.float32)])
     with pytest.raises(RuntimeError, match="no tile is configured"):
         unit.zero(0)

@@ -12,7 +12,7 @@ import pytest
 
 from minidist.kernels import cuda
 from minidist.kernels.cuda.runtime import gpu_driver
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from tests.helpers.products import check_ladder, check_laid_out, check_not_finite, laid_out
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
@@ -64,8 +64,8 @@ def test_ragged_sizes(step, dtype, large_tiles):
     if step in TENSOR_CORES and dtype != "float16":
         large_tiles(step)
     rng = np.random.default_rng()
-    for m, n, k in harness.shapes(rng, 7, LARGEST[step.number]):
-        harness.check(step, m, n, k, dtype, rng)
+    for m, n, k in product_checks.shapes(rng, 7, LARGEST[step.number]):
+        product_checks.check(step, m, n, k, dtype, rng)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_large_tiles(step, multiprocessors):
     multiprocessors(1)
     rng = np.random.default_rng()
     for m, n, k in [(100, 252, 70), (131, 300, 200)]:
-        harness.check(step, m, n, k, compiled_large(step), rng)
+        product_checks.check(step, m, n, k, compiled_large(step), rng)
 
 
 def compiled_large(step):
@@ -121,9 +121,9 @@ def test_one_transposed_operand(step):
 def test_transposed_operands_of_tf32(across):
     """What ldmatrix can't transpose is read word by word, along m and along n; otherwise along k."""
     rng = np.random.default_rng()
-    a, b = harness.inputs(45, 70, 50, "float32", int(rng.integers(2**32)))
+    a, b = product_checks.inputs(45, 70, 50, "float32", int(rng.integers(2**32)))
     x, y = (np.asfortranarray(a), b) if across else (a, np.asfortranarray(b))
-    harness.assert_product(CUDA_LADDER[8].matmul(x, y), a, b, sums="float32", tf32=True)
+    product_checks.assert_product(CUDA_LADDER[8].matmul(x, y), a, b, sums="float32", tf32=True)
 
 
 @pytest.mark.deep
@@ -131,10 +131,10 @@ def test_transposed_operands_of_tf32(across):
 def test_sums_of_halves_may_stay_float32(step):
     rng = np.random.default_rng()
     for m, n, k in [(1, 1, 1), (37, 61, 130)]:
-        harness.check(step, m, n, k, "bfloat16", rng, out_dtype="float32")
-    a, b = harness.inputs(20, 33, 50, "bfloat16", seed=1)
+        product_checks.check(step, m, n, k, "bfloat16", rng, out_dtype="float32")
+    a, b = product_checks.inputs(20, 33, 50, "bfloat16", seed=1)
     out, base = laid_out(np.zeros((20, 33), "float32"), "embedded, transposed")
-    harness.assert_product(step.matmul(a, b, out=out), a, b, sums="float32")
+    product_checks.assert_product(step.matmul(a, b, out=out), a, b, sums="float32")
     out[...] = np.nan
     assert np.isnan(base).all(), "written outside of out"
 
@@ -145,7 +145,7 @@ def test_nan_and_infinity_travel_as_ieee_754_has_it(step):
     dtype = step.dtypes[0]
     rng = np.random.default_rng()
     for m, n, k in [(20, 35, 10), (33, 12, 67)]:
-        a, b = harness.inputs(m, n, k, dtype, int(rng.integers(2**32)))
+        a, b = product_checks.inputs(m, n, k, dtype, int(rng.integers(2**32)))
         for x in (a, b):
             x[rng.integers(x.shape[0], size=3), rng.integers(x.shape[1], size=3)] = [0, np.inf, np.nan]
         a[m - 1, 0], b[k - 1, n - 1] = np.inf, -np.inf
@@ -160,7 +160,7 @@ def test_blocks_of_rung_10_take_tile_after_tile(count, multiprocessors, monkeypa
     monkeypatch.setattr(importlib.import_module("minidist.kernels.cuda.s10_hopper"), "COLUMNS", (128,))
     rng = np.random.default_rng()
     for m, n, k in [(513, 260, 5), (600, 100, 450)]:
-        harness.check(CUDA_LADDER[9], m, n, k, "float16", rng)
+        product_checks.check(CUDA_LADDER[9], m, n, k, "float16", rng)
 
 
 @pytest.mark.parametrize("step", CUDA_LADDER[:9], ids=lambda step: step.name)
@@ -171,12 +171,14 @@ def test_elements_past_2_to_the_31(step, tmp_path):
     path = tmp_path / "sparse"
     memory = np.memmap(path, dtype, "w+", shape=(3, apart))
     try:
-        a, b = harness.inputs(3, 20, 16, dtype, seed=3)
+        a, b = product_checks.inputs(3, 20, 16, dtype, seed=3)
         memory[:, :16], right = a, np.ascontiguousarray(b[:, :16])
-        harness.assert_product(step.matmul(memory[:, :16], right), a, right, sums=step.sums(dtype))
+        product_checks.assert_product(step.matmul(memory[:, :16], right), a, right, sums=step.sums(dtype))
         memory[:, :16] = b[:3, :16]
         left = np.ascontiguousarray(a[:, :3])
-        harness.assert_product(step.matmul(left, memory[:, :16]), left, b[:3, :16], sums=step.sums(dtype))
+        product_checks.assert_product(
+            step.matmul(left, memory[:, :16]), left, b[:3, :16], sums=step.sums(dtype)
+        )
     finally:
         del memory
         path.unlink()
@@ -210,11 +212,11 @@ def test_what_a_rung_moves_and_that_no_banks_conflict(step, moved, multiprocesso
     if step.number == 9 or moved is LARGE_8:
         multiprocessors(1)
     m, n, k = 128, 256, 64
-    a, b = harness.inputs(m, n, k, compiled_large(step), seed=0)
+    a, b = product_checks.inputs(m, n, k, compiled_large(step), seed=0)
     with profiled() as counts:
         step.matmul(a, b)
     assert counts.shared_conflicts == 0
-    total, flops = counts.total, harness.flops(m, n, k)
+    total, flops = counts.total, product_checks.flops(m, n, k)
     if step.number < 10:
         of_each_flop, sectors = moved
         assert 32 * total.load_sectors / flops == pytest.approx(of_each_flop, rel=1e-9)
@@ -235,7 +237,7 @@ def test_the_emulator_is_fast_enough_for_tests_and_lessons(step, large_tiles):
     for n, dtype in tasks:
         if dtype == "bfloat16":
             large_tiles(step)  # which `test_ragged_sizes` has compiled
-        a, b = harness.inputs(n, n, n, dtype, seed=n)
+        a, b = product_checks.inputs(n, n, n, dtype, seed=n)
         out = np.empty_like(a)
         step.matmul(a, b, out=out)
         events = events_of(functools.partial(step.matmul, a, b, out=out))

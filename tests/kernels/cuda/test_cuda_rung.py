@@ -11,7 +11,7 @@ from minidist.kernels.cuda import RUNGS
 from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime.kernel import Kernel
 from minidist.kernels.emulator import launch
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from tests.helpers.products import LAYOUTS, check_laid_out
 from tests.helpers.refusals import refuses
 
@@ -52,7 +52,7 @@ def test_a_rung_multiplies_any_layout_in_the_emulator():
         check_laid_out(STEP, (1, 6, 1), "float32", [layout] * 3, seed=2)
     rng = np.random.default_rng()
     for sizes in [(0, 3, 2), (3, 0, 2), (3, 2, 0), (1, 1, 1), (3, 40, 2)]:
-        harness.check(STEP, *sizes, "float32", rng)
+        product_checks.check(STEP, *sizes, "float32", rng)
     repeated = np.broadcast_to(np.float32([[1, 2, 3]]), (4, 3))
     np.testing.assert_allclose(STEP.matmul(repeated, repeated.T), repeated @ repeated.T)
 
@@ -61,9 +61,9 @@ def test_a_rung_multiplies_any_layout_in_the_emulator():
 def test_halves_of_numpy_and_torch_are_multiplied(dtype):
     rng = np.random.default_rng()
     for sizes in [(5, 7, 30), (1, 1, 1), (0, 2, 3), (2, 3, 0)]:
-        harness.check(HALVES, *sizes, dtype, rng)
+        product_checks.check(HALVES, *sizes, dtype, rng)
         if dtype != "float32":
-            harness.check(HALVES, *sizes, dtype, rng, out_dtype="float32")
+            product_checks.check(HALVES, *sizes, dtype, rng, out_dtype="float32")
     kind = getattr(torch, dtype)
     a, b = torch.randn(5, 6).to(kind), torch.randn(4, 6).to(kind).T
     c = HALVES.matmul(a, b)

@@ -19,8 +19,9 @@ from threadpoolctl import threadpool_limits
 from minidist.kernels.cpu.support.bf16_instructions import AVX512_BF16, NONE, matrix_unit
 from minidist.kernels.cpu.support.caches import available_cpus
 from minidist.kernels.cpu.support.vector_unit import vector_unit
-from minidist.kernels.measure import cpu_peaks, harness, peak_loops
+from minidist.kernels.measure import cpu_peaks, peak_loops, product_checks
 from minidist.kernels.measure.peak_loops import SUMS, flops_per_turn, fma, registers, triad
+from minidist.kernels.measure.timing_in_turns import time_in_turns
 from minidist.kernels.rung import empty
 from tests.helpers.clocks import HANG, Clock
 from tests.helpers.fresh_python import output_of
@@ -257,14 +258,14 @@ def test_on_one_core_both_roofs_are_one(monkeypatch):
 @every_dtype
 def test_no_product_is_faster_than_the_peak(dtype):
     """numpy.matmul is a loop of FMAs and more; in turns, so that both meet the same clock."""
-    a, b = harness.inputs(384, 384, 384, dtype, 0)
+    a, b = product_checks.inputs(384, 384, 384, dtype, 0)
     c, rows, turns = np.empty_like(a), registers(dtype), 20_000
     with threadpool_limits(1):
-        seconds = harness.time_in_turns(
+        seconds = time_in_turns(
             {"peak": lambda: fma(rows, turns), "numpy": lambda: np.matmul(a, b, out=c)}, rounds=15
         )
     peak = turns * flops_per_turn(dtype) / min(seconds["peak"])
-    assert peak >= 0.9 * harness.flops(384, 384, 384) / min(seconds["numpy"])
+    assert peak >= 0.9 * product_checks.flops(384, 384, 384) / min(seconds["numpy"])
 
 
 def test_triad_arrays_are_past_the_caches_and_within_the_memory(monkeypatch):

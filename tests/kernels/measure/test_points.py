@@ -8,7 +8,7 @@ import pytest
 import threadpoolctl
 
 from minidist.kernels import CPU_LADDER, Rung
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import timing_in_turns
 from minidist.kernels.measure.peaks import Roof
 from minidist.kernels.measure.points import Point, intensity, median_gpu_seconds, median_seconds, product_name
 from tests.helpers.clocks import Clock
@@ -57,7 +57,7 @@ def test_a_point_checks_itself():
 
 def test_the_median_is_of_the_calls_after_the_first(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(harness, "time", clock)
+    monkeypatch.setattr(timing_in_turns, "time", clock)
     waits = iter([0.2, 0.1, 0.01, 0.03])
 
     def product(a, b):
@@ -73,7 +73,7 @@ def test_the_median_is_of_the_calls_after_the_first(monkeypatch):
 
 def test_short_calls_are_timed_for_as_long_as_was_asked(monkeypatch):
     clock, calls = Clock(), []
-    monkeypatch.setattr(harness, "time", clock)
+    monkeypatch.setattr(timing_in_turns, "time", clock)
 
     def product(a, b):
         calls.append(a)

@@ -8,7 +8,7 @@ import pytest
 
 from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cpu.support import bf16_instructions
-from minidist.kernels.measure import harness, peaks_file, roofline
+from minidist.kernels.measure import peaks_file, roofline, timing_in_turns
 from tests.helpers.clocks import Clock
 from tests.helpers.fresh_python import output_of
 from tests.helpers.peaks import ALL, GPU, ONE, PEAKS
@@ -109,7 +109,7 @@ def slow_rung(seconds, device="cpu", sleep=time.sleep):
 def test_a_rung_of_known_rate_is_placed_where_it_belongs(monkeypatch):
     """100 x 200 x 300: 12 MFLOP; in 20 ms, 0.6 GFLOP/s."""
     clock = Clock()
-    monkeypatch.setattr(harness, "time", clock)
+    monkeypatch.setattr(timing_in_turns, "time", clock)
     point = roofline.place(slow_rung(0.02, sleep=clock.sleep), 100, 200, 300, peaks=PEAKS, seconds=0.05)
     assert (point.name, point.m, point.n, point.k, point.dtype) == ("s3_slow", 100, 200, 300, "float32")
     assert point.seconds == pytest.approx(0.02)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from minidist.kernels.systolic import SystolicArray, compare, cycles
 from tests.helpers.products import check_not_finite
 from tests.helpers.refusals import refuses
@@ -188,7 +188,7 @@ def test_the_order_of_the_sum_is_the_documented_one():
 def test_nan_and_infinity_go_where_they_belong_and_nowhere_else(dataflow, double_buffered):
     """Tiles are ragged, so that idle PEs hold infinite weights of the tile before, next to zeros."""
     rng = np.random.default_rng()
-    a, b = harness.inputs(7, 8, 10, "float64", int(rng.integers(2**32)))
+    a, b = product_checks.inputs(7, 8, 10, "float64", int(rng.integers(2**32)))
     a[2, 3], b[1, 4], b[4:7, 1] = np.nan, np.inf, (np.inf, np.inf, -np.inf)
     a[3], b[9, 6] = 0, np.inf  # 0 * inf is NaN
     array = SystolicArray(4, 3, dataflow, double_buffered)
@@ -214,7 +214,7 @@ def test_nan_and_infinity_go_where_they_belong_and_nowhere_else(dataflow, double
 def test_each_dtype_is_summed_in_the_documented_one(left, right, sums, dataflow):
     rng = np.random.default_rng()
     a, b = (
-        rng.integers(0, 100, shape).astype(harness.numpy_dtype(kind))
+        rng.integers(0, 100, shape).astype(product_checks.numpy_dtype(kind))
         for shape, kind in (((4, 300), left), ((300, 3), right))
     )
     c = SystolicArray(5, 2, dataflow).matmul(a, b).c

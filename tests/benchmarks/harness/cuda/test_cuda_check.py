@@ -6,7 +6,7 @@ import torch
 
 from minidist.benchmarks.harness.cuda import cuda_check
 from minidist.benchmarks.harness.cuda.cuda_check import assert_product, bound, samples
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 
 KINDS = ("float32", "float64", "float16", "bfloat16", "tf32")
 
@@ -15,7 +15,7 @@ def product(kind, shape=(70, 50, 90), out=None, seed=0):
     """Operands of a kind, and their product as tensor cores would have it, rounded from float64."""
     m, n, k = shape
     dtype = getattr(torch, "float32" if kind == "tf32" else kind)
-    a, b = (torch.from_numpy(x).to(dtype) for x in harness.inputs(m, n, k, np.float64, seed))
+    a, b = (torch.from_numpy(x).to(dtype) for x in product_checks.inputs(m, n, k, np.float64, seed))
     c = (a.double() @ b.double()).to(dtype if out is None else out)
     return c, a, b
 
@@ -66,9 +66,9 @@ def test_the_bound_is_the_harnesss(kind, k):
     dtype = "float32" if kind == "tf32" else kind
     sums = "float64" if kind == "float64" else "float32"
     found = bound(k, dtype, sums, kind == "tf32")
-    reference = harness.error_bound(k, np.float64, np.float64)
+    reference = product_checks.error_bound(k, np.float64, np.float64)
     try:
-        assert found == harness.error_bound(k, dtype, sums, kind == "tf32") + reference
+        assert found == product_checks.error_bound(k, dtype, sums, kind == "tf32") + reference
     except ImportError:
         assert kind == "bfloat16"  # which the harness has only with ml_dtypes
 

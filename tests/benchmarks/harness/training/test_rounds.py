@@ -8,7 +8,7 @@ from minidist.benchmarks.harness.training.peers import plain
 from minidist.benchmarks.harness.training.rounds import Job, UnderWay, measure_jobs
 from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.comm.ledgers import Call
-from minidist.kernels.measure.harness import LEAST
+from minidist.kernels.measure.timing_in_turns import LEAST
 from tests.conftest import Clusters
 
 

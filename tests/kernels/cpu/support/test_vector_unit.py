@@ -38,21 +38,21 @@ def test_lanes_fill_a_register():
 SCRIPT = """
 import numpy as np
 from minidist.kernels import rung
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from minidist.kernels.cpu.support import block_sizes, register_tile, vector_unit
 
 rng = np.random.default_rng()
 for kind in ("float32", "float64"):
     columns = block_sizes.blocks(np.dtype(kind).char).columns
-    for m, n, k in harness.shapes(rng, 40, 3 * columns + 40):
-        harness.check(rung(6), m, n, k, kind, rng)
+    for m, n, k in product_checks.shapes(rng, 40, 3 * columns + 40):
+        product_checks.check(rung(6), m, n, k, kind, rng)
     for m in range(1, register_tile.ROWS + 2):
         for n in (1, columns // 2, columns // 2 + 1, columns - 1, columns, columns + 1):
-            harness.check(rung(6), m, n, 5, kind, rng)
-    a, b = harness.inputs(2 * register_tile.ROWS, 2 * columns, 30, kind, 1)
+            product_checks.check(rung(6), m, n, 5, kind, rng)
+    a, b = product_checks.inputs(2 * register_tile.ROWS, 2 * columns, 30, kind, 1)
     out = np.empty((2 * columns, 2 * register_tile.ROWS), kind).T
     rung(6).matmul(np.asfortranarray(a), np.asfortranarray(b), out=out)
-    harness.assert_product(out, a, b)
+    product_checks.assert_product(out, a, b)
 print(vector_unit.vector_unit().name)
 """
 OLDER = {

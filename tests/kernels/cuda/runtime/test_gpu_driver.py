@@ -14,7 +14,7 @@ from minidist.kernels.cuda.runtime.gpu_driver import DeviceArray
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type
 from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.cuda.tiling import packing
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 from tests.helpers.products import LAYOUTS, check_laid_out
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
@@ -72,7 +72,7 @@ def test_numpy_arrays_are_multiplied_on_a_gpu_and_its_memory_is_given_back(there
     tensor = torch.randn(5, 6)
     torch.testing.assert_close(STEP.matmul(tensor, tensor.T), tensor @ tensor.T)
     there.pools = 0
-    harness.check(
+    product_checks.check(
         CudaRung(1, "s1", "cuda", "", ("float32",), compute), 3, 4, 5, "float32", np.random.default_rng()
     )
     assert not there.memory

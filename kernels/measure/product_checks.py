@@ -1,4 +1,4 @@
-"""Inputs, a reference, an error bound, work and timing: every test and benchmark of a product needs them.
+"""Check a product by a reference and an error bound; count its work, and the fewest bytes that it moves.
 
 The bound holds for any order of summation, with fused multiply-adds or without: Higham, Accuracy and
 Stability of Numerical Algorithms, 2nd edition, equation (3.13): |computed - exact| <= gamma_k |a||b|, element
@@ -8,10 +8,6 @@ rung never fails by bad luck. `error_bound` widens the bound for tensor cores, b
 
 from __future__ import annotations
 
-import itertools
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,6 @@ from ..rung import Array, Rung, empty
 
 # NumPy's dtype of the same size: TF32 only rounds float32 in registers, and bfloat16 needs ml_dtypes.
 IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
-LEAST = 3  # rounds, however slow a machine is: their median is no outlier
 
 
 def shapes(rng: np.random.Generator, count: int, largest: int) -> list[tuple[int, int, int]]:
@@ -122,13 +117,11 @@ def numpy_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return the dtype, also for "bfloat16". Raises ImportError if that needs ml_dtypes."""
     if dtype == "bfloat16":
         try:
-            import ml_dtypes
+            import ml_dtypes  # noqa: F401 (adds it to NumPy)
         except ImportError as error:
             raise ImportError(
                 "NumPy has bfloat16 from ml_dtypes, which is not installed: pip install ml-dtypes"
             ) from error
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
     return np.dtype(dtype)
 
 
@@ -172,43 +165,9 @@ def flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 
 
-def bytes(m: int, n: int, k: int, dtype: DTypeLike) -> int:
+def least_bytes(m: int, n: int, k: int, dtype: DTypeLike) -> int:
     """Return the fewest bytes that the product moves: a and b read once, c written once."""
     return (m * k + k * n + m * n) * np.dtype(IN_MEMORY.get(str(dtype), dtype)).itemsize
-
-
-def within(seconds: float, rounds: int | None = None) -> Iterator[int]:
-    """Yield the numbers of `rounds` rounds, or of fewer, `LEAST` or more, if `seconds` pass meanwhile."""
-    end = time.perf_counter() + seconds
-    for number in itertools.count() if rounds is None else range(rounds):
-        if number >= LEAST and time.perf_counter() >= end:
-            return
-        yield number
-
-
-def time_in_turns(
-    functions: Mapping[str, Callable[[], object]], rounds: int | None, seconds: float = math.inf
-) -> dict[str, list[float]]:
-    """Call the functions in turn, A B A B, `rounds` times each, and return the seconds of each call by name.
-
-    After `seconds`, `LEAST` rounds suffice; with None for `rounds`, it takes as many as these seconds allow.
-
-    Machines drift (clocks, temperature, neighbours). In turns a drift affects all functions alike, so the
-    ratio of two medians holds where separate timings would mislead. Each function is called once before,
-    untimed, for what happens only once: compiling, page faults, cold caches. A function that starts work
-    elsewhere, on a GPU, has to wait for its end.
-    """
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"rounds is {rounds}: time at least one")
-    for function in functions.values():
-        function()
-    found: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in within(seconds, rounds):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            found[name].append(time.perf_counter() - start)
-    return found
 
 
 def _gamma(k: int, u: float) -> float:

@@ -1,14 +1,13 @@
-"""The harness finds what is wrong: each planted fault has to fail it, and no right result may."""
+"""The check finds what is wrong: each planted fault has to fail it, and no right result may."""
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from minidist.kernels import Rung
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import product_checks
 
 
 def numpy_product(a, b, out):
@@ -45,7 +44,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_fails_the_check(fault, m, n, k, dtype):
     with pytest.raises(AssertionError, match=f"s1_faulty, m={m}, n={n}, k={k}, {dtype}, seed=[0-9]+"):
-        harness.check(faulty(FAULTS[fault]), m, n, k, dtype, np.random.default_rng())
+        product_checks.check(faulty(FAULTS[fault]), m, n, k, dtype, np.random.default_rng())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_planted_fault_fails_the_check(fault, m, n, k, dtype):
 )
 def test_a_product_that_is_wrong_from_the_start_fails_the_check(compute, size, dtype):
     with pytest.raises(AssertionError):
-        harness.check(
+        product_checks.check(
             dataclasses.replace(RIGHT, compute=compute), size, size, size, dtype, np.random.default_rng()
         )
 
@@ -67,25 +66,25 @@ def test_a_product_that_is_wrong_from_the_start_fails_the_check(compute, size, d
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_a_right_rung_passes(dtype):
     rng = np.random.default_rng()
-    for m, n, k in harness.shapes(rng, 40, 60):
-        harness.check(RIGHT, m, n, k, dtype, rng)
+    for m, n, k in product_checks.shapes(rng, 40, 60):
+        product_checks.check(RIGHT, m, n, k, dtype, rng)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_any_order_of_summation_stays_within_the_bound(dtype):
     """All terms positive and the largest first: rounding errors that are large and do not cancel."""
-    a, b = (np.abs(x) for x in harness.inputs(4, 4, 400, dtype, 7))
+    a, b = (np.abs(x) for x in product_checks.inputs(4, 4, 400, dtype, 7))
     total = np.zeros((4, 4), dtype)
     for p in np.argsort(-a[0].astype("f8")):
         total += np.outer(a[:, p], b[p])
     assert total.dtype == dtype
-    harness.assert_product(total, a, b)
+    product_checks.assert_product(total, a, b)
 
 
 def test_a_result_of_another_shape_fails():
-    a, b = harness.inputs(2, 3, 4, "float64", 0)
+    a, b = product_checks.inputs(2, 3, 4, "float64", 0)
     with pytest.raises(AssertionError, match=r"\(3, 2\), not \(2, 3\)"):
-        harness.assert_product((a @ b).T, a, b)
+        product_checks.assert_product((a @ b).T, a, b)
 
 
 def test_inputs_are_fresh_and_repeat_by_seed():
@@ -97,9 +96,9 @@ def test_inputs_are_fresh_and_repeat_by_seed():
 
     rng = np.random.default_rng()
     for _ in range(2):
-        harness.check(dataclasses.replace(RIGHT, compute=record), 3, 3, 3, "float32", rng)
+        product_checks.check(dataclasses.replace(RIGHT, compute=record), 3, 3, 3, "float32", rng)
     assert seeds[0] != seeds[1]
-    first, second = harness.inputs(3, 4, 5, "float32", 11), harness.inputs(3, 4, 5, "float32", 11)
+    first, second = (product_checks.inputs(3, 4, 5, "float32", 11) for _ in range(2))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
     assert [x.shape for x in first] == [(3, 5), (5, 4)]
@@ -107,44 +106,16 @@ def test_inputs_are_fresh_and_repeat_by_seed():
 
 
 def test_shapes_are_ragged_and_hold_0_and_1():
-    drawn = harness.shapes(np.random.default_rng(), 30, 9)
+    drawn = product_checks.shapes(np.random.default_rng(), 30, 9)
     assert len(drawn) == 30
     assert {(0, 9, 2), (9, 0, 2), (2, 9, 0), (1, 1, 1)} <= set(drawn)
     assert all(0 <= size <= 9 for size in itertools.chain(*drawn))
     assert any(len(set(shape)) == 3 for shape in drawn[4:])
-    assert harness.shapes(np.random.default_rng(), 2, 9) == drawn[:2]
+    assert product_checks.shapes(np.random.default_rng(), 2, 9) == drawn[:2]
 
 
 def test_work_and_traffic_by_hand():
-    assert harness.flops(2, 3, 4) == 48
-    assert harness.flops(0, 3, 4) == 0
-    assert harness.bytes(2, 3, 4, "float32") == 4 * (8 + 12 + 6)
-    assert harness.bytes(2, 3, 4, np.float64) == 8 * (8 + 12 + 6)
-
-
-def test_functions_are_timed_in_turns_after_a_warm_up():
-    calls = []
-    seconds = harness.time_in_turns(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3
-    )
-    assert "".join(calls) == "ab" + "ababab"
-    assert list(seconds) == ["a", "b"]
-    assert all(len(times) == 3 and min(times) >= 0 for times in seconds.values())
-
-
-@pytest.mark.parametrize(("each", "rounds"), [(0.0, 7), (0.9, 7), (1.5, 5), (2.0, 4), (9.0, 3), (1e9, 3)])
-def test_a_slow_machine_does_fewer_rounds_and_three_at_least(each, rounds, monkeypatch):
-    clock = SimpleNamespace(seconds=0.0)
-    clock.perf_counter = lambda: clock.seconds
-    monkeypatch.setattr(harness, "time", clock)
-
-    def step():
-        clock.seconds += each
-
-    found = harness.time_in_turns({"a": step}, rounds=7, seconds=6.5)
-    assert found == {"a": [pytest.approx(each)] * rounds}
-
-
-def test_no_rounds_are_refused():
-    with pytest.raises(ValueError, match="rounds is 0"):
-        harness.time_in_turns({"a": lambda: None}, rounds=0)
+    assert product_checks.flops(2, 3, 4) == 48
+    assert product_checks.flops(0, 3, 4) == 0
+    assert product_checks.least_bytes(2, 3, 4, "float32") == 4 * (8 + 12 + 6)
+    assert product_checks.least_bytes(2, 3, 4, np.float64) == 8 * (8 + 12 + 6)

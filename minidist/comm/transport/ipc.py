@@ -1,4 +1,7 @@
-"""What the ranks of one host share: knowledge of each other's processes, memory, and semaphores in it.
+"""Primitives of inter-process communication on one host: processes, shared memory, semaphores, a barrier.
+
+`shared_memory.py` and `mailbox.py` are built on them. Nothing is decided here: `choose` in collectives.py
+says which way a collective takes. A `Process` only tells which ranks are on one host.
 
 Two processes are on one host if they can map the same memory: they run on the same boot of one kernel, in one
 namespace of process ids.
