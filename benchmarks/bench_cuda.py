@@ -199,9 +199,7 @@ def test_attention(
     ours(), theirs()
     gpu.wait()
     record(
-        benchmark,
-        *cuda_timing.time_pair_on_gpu(gpu, ours, theirs, BUDGET[full]),
-        "scaled_dot_product_attention",
+        benchmark, *cuda_timing.time_on_gpu(gpu, ours, theirs, BUDGET[full]), "scaled_dot_product_attention"
     )
     if not benchmark.disabled:
         size = (cuda_timing.HEADS,), positions, positions, 64

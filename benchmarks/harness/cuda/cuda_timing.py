@@ -170,9 +170,7 @@ def float32_as(kind: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def time_pair_on_gpu(
-    gpu: Gpu, ours: Program, peer: Program, budget: float
-) -> tuple[list[float], list[float]]:
+def time_on_gpu(gpu: Gpu, ours: Program, peer: Program, budget: float) -> tuple[list[float], list[float]]:
     """Time two programs in turns by the GPU's own clock; return the seconds of a call in each turn, for both.
 
     A turn calls a program often enough to fill a millisecond. The number of rounds fits into `budget`
@@ -212,7 +210,7 @@ def beside_torch(
         worst = check()
         peer()
         gpu.wait()
-        seconds = time_pair_on_gpu(gpu, ours, peer, budget)
+        seconds = time_on_gpu(gpu, ours, peer, budget)
         ours()  # check again after launches that followed each other closely
         return seconds, max(worst, check())
 

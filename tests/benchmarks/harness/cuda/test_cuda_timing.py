@@ -12,7 +12,7 @@ from minidist.benchmarks.harness.cuda.cuda_timing import (
     Operands,
     float32_as,
     host_seconds,
-    time_pair_on_gpu,
+    time_on_gpu,
 )
 from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime import device
@@ -77,7 +77,7 @@ def test_what_does_not_fit_the_memory_is_said():
 def test_two_programs_are_timed_in_turn():
     called = []
     gpu = Clocked()
-    seconds = time_pair_on_gpu(
+    seconds = time_on_gpu(
         gpu,
         lambda: called.append("A") or 0.002,
         lambda: called.append("B") or 0.004,
@@ -90,7 +90,7 @@ def test_two_programs_are_timed_in_turn():
 
 def test_slow_programs_run_no_more_than_they_must():
     gpu = Clocked()
-    time_pair_on_gpu(gpu, lambda: 2.0, lambda: 0.1, budget=0.5)
+    time_on_gpu(gpu, lambda: 2.0, lambda: 0.1, budget=0.5)
     assert len(gpu.turns) == 2 * (1 + cuda_timing.FEWEST_SLOW_ROUNDS)
 
 
