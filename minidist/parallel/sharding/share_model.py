@@ -24,7 +24,7 @@ from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.units.units import weakly
-from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
+from minidist.parallel.sharding.whole.whole_parameters import WholeParameters, WithSharedState
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import follow_own_methods, optimizer_of_masters
 
@@ -96,7 +96,7 @@ def _share_whole(
         optimizer.register_load_state_dict_pre_hook(refuse_state_of_slices)
     groups = [[*group["params"]] for group in optimizer.param_groups]
     name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
-    shared = WholeParameters(
+    shared = (WholeParameters if row.whole_state else WithSharedState)(
         model.named_parameters,
         sets,
         slices,

@@ -18,7 +18,7 @@ from minidist._arguments import is_whole
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.contract.training_state import copy_options
 from minidist.parallel.sharding.optimizer.optimizer_slices import has_elements
-from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
+from minidist.parallel.sharding.whole.whole_parameters import WithSharedState
 
 RangeState = tuple[int, int, dict[str, Any]]
 """A parameter index, the first element of a range of that parameter, and the range's state."""
@@ -27,7 +27,7 @@ RangeState = tuple[int, int, dict[str, Any]]
 class ConsolidatedState:
     """The state of a plain optimizer of all parameters, on the rank that it was last collected at."""
 
-    def __init__(self, shared: WholeParameters) -> None:
+    def __init__(self, shared: WithSharedState) -> None:
         self._shared = shared
         self._collected: dict[str, Any] | None = None
 
@@ -100,19 +100,19 @@ class ConsolidatedState:
         self.forget()
 
 
-def is_cut(shared: WholeParameters, param_index: int, key: str, value: Any) -> bool:
+def is_cut(shared: WithSharedState, param_index: int, key: str, value: Any) -> bool:
     """Whether ranks have parts of the state under `key` of a parameter."""
     parameter = shared.parameters[param_index]
     group = next(i for i, group in enumerate(shared.groups) if any(p is parameter for p in group["params"]))
     return shared.slices.may_cut(group) and has_elements(key, value)
 
 
-def _in_groups(shared: WholeParameters) -> list[nn.Parameter]:
+def _in_groups(shared: WithSharedState) -> list[nn.Parameter]:
     """The whole parameters, as the groups number them."""
     return [parameter for group in shared.groups for parameter in group["params"]]
 
 
-def _collect(shared: WholeParameters, to: int) -> dict[int, dict[str, Any]] | None:
+def _collect(shared: WithSharedState, to: int) -> dict[int, dict[str, Any]] | None:
     """Each parameter's state at rank `to`, with cut tensors flat; None on the others. A collective.
 
     The other ranks send the bytes of their states, and some for each tensor's description.

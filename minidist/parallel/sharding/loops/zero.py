@@ -25,7 +25,7 @@ from minidist.parallel.sharding.loops.loop_classes import check_zero_arguments, 
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.optimizer.parameter_groups import same_options
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
+from minidist.parallel.sharding.whole.whole_parameters import WithSharedState
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute
 
@@ -83,13 +83,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stage, self.group = stage, param_set.gradient_comm.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
         slices = OptimizerSlices(self.inner, master)
-        self.shared = WholeParameters.of_groups(self.param_groups, param_set, slices, bucket_mb)
+        self.shared = WithSharedState.of_groups(self.param_groups, param_set, slices, bucket_mb)
         self._consolidated = ConsolidatedState(self.shared)
 
-    clip_grad_norm = delegated("shared", WholeParameters.clip_grad_norm)
-    publish = delegated("shared", WholeParameters.publish)
-    synchronize = delegated("shared", WholeParameters.sum_over_ranks)
-    bytes_per_step = delegated("shared", WholeParameters.bytes_per_step)
+    clip_grad_norm = delegated("shared", WithSharedState.clip_grad_norm)
+    publish = delegated("shared", WithSharedState.publish)
+    synchronize = delegated("shared", WithSharedState.sum_over_ranks)
+    bytes_per_step = delegated("shared", WithSharedState.bytes_per_step)
     consolidate_state_dict = delegated("_consolidated", ConsolidatedState.collect)
     state_dict = delegated("_consolidated", ConsolidatedState.read)
     load_state_dict = delegated("_consolidated", ConsolidatedState.load)

@@ -43,6 +43,8 @@ class Progress(Enum):
 class WholeParameters(Sharded):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
+    This is data parallelism. `WithSharedState` below has what ZeRO 1 and 2 do otherwise.
+
     named: gives the parameters with their names, the same on all ranks; called again when they may have
     changed. sets: how they are shared. slices, groups: this rank's part of the optimizer, and its groups of
     whole parameters; none for a loop of data parallelism, which has an optimizer of its own. module: is
@@ -74,30 +76,13 @@ class WholeParameters(Sharded):
         limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
         self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of, masters=module is not None)
         self.parameters = self._dealer.parameters
-        self._is_alone = not self.sharded and all(each.gradient_comm.ranks == 1 for each in self.sets)
+        self._is_alone = self.residency.whole_state and all(
+            each.gradient_comm.ranks == 1 for each in self.sets
+        )
         self.gradients_are = Progress.OWN
-        self.replaced = False  # another object has taken the same parameters
         self.reducer: Reducer | None = None  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
         self._attach()
-
-    @classmethod
-    def of_groups(
-        cls,
-        groups: list[dict[str, Any]],
-        param_set: ParameterSet,
-        slices: OptimizerSlices,
-        bucket_mb: float,
-    ) -> WholeParameters:
-        """Share the parameters in an optimizer's groups, in a loop, from rank 0's values on."""
-        start_new_equal(named_in(groups), param_set)
-        named = partial(named_in, groups)  # no method of a face: hooks would keep it alive
-        return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb)
-
-    def add(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Share parameters that the last group now has, too, from rank 0's values on. A collective."""
-        start_new_equal(named_in(self.groups)[-len(parameters) :], self.sets[0])
-        self.reattach()
 
     # Hooks, on the parameters that get gradients.
 
@@ -110,20 +95,16 @@ class WholeParameters(Sharded):
         trained = [p for p in self._all if p.requires_grad]
         self._parts = [] if self._module is None else [*self._module.modules()]
         self._known, self._trained = set(map(id, self._all)), self._trained_now()
-        if self.sharded:
-            self._hooked = set(map(id, trained))
-            for other in trainers(self._all, BY_ZERO):
-                if other is not self:
-                    other.detach()
-                    other.replaced = True
-            claim(self, BY_ZERO, self._all)
-        else:
-            self._dealer.empty()
-            claim(self, BY_DATA_PARALLEL, trained)
+        self._claim(trained)
         self._dealer.number(trained, self.set_of)
         if not self._is_alone:
             self.reducer = Reducer(self._dealer, self._overlap)
             self._accumulate(self._accumulates)
+
+    def _claim(self, trained: Sequence[nn.Parameter]) -> None:
+        """Refuse others that train these parameters, and drop the buckets: all are dealt anew."""
+        self._dealer.empty()
+        claim(self, BY_DATA_PARALLEL, trained)
 
     def detach(self) -> None:
         """Take the hooks off the parameters; their gradients stay as they are."""
@@ -139,13 +120,9 @@ class WholeParameters(Sharded):
         return [(id(p), p.dtype, p.device) for p in parameters if p.requires_grad] + children
 
     def follow_changes(self) -> None:
-        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
-        for bucket in self.value_buckets():
-            bucket.values.refuse_reassigned()
-        if not self.sharded and self._trained_now() != self._trained:
+        """Make hooks and buckets for parameters that get gradients from now on; refuse added ones."""
+        if self._trained_now() != self._trained:
             refuse_added(self._named(), self._known)
-            self.reattach()
-        elif self.sharded and any(p.requires_grad and id(p) not in self._hooked for p in self._all):
             self.reattach()
 
     def reattach(self) -> None:
@@ -174,19 +151,7 @@ class WholeParameters(Sharded):
         return None if self._is_alone else self._dealer.orders
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
-        """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
-        if not self.sharded:
-            return
-        self.follow_changes()
-        had = {*saved, *(name for each in order or () for name in each)}
-        frozen = [p for name, p in self._named() if name in had]
-        if self._dealer.number(frozen, self.set_of):  # the optimizer has state of them
-            self.reattach()
-        if self.buckets:
-            return
-        self._dealer.deal_saved(order)
-        if self.reducer is not None and self.buckets and not self._dealer.undealt():
-            self.reducer.settle()
+        """Do nothing: the first backward pass makes the buckets of data parallelism."""
 
     # A step: passes, gradients, and the parameters to all ranks.
 
@@ -234,34 +199,17 @@ class WholeParameters(Sharded):
             self.reducer.expect(self._own, waits)
 
     def synchronize(self) -> tuple[float, float]:
-        """Sum the gradients; returns the totals, summed over the ranks.
-
-        Where every backward pass is a round, ranks may have had different numbers of them: each takes part in
-        the others' until it was the last one for all (`Totals.last_passes`).
-        """
-        self.sum_over_ranks(of_all_passes=True)
+        """Sum the gradients; returns the totals, summed over the ranks."""
+        self.sum_over_ranks()
         if self.reducer is None:
             return float(self._own.weight), float(self._own.loss)
         weight, loss = self.sets[0].totals.tolist()
         return weight, loss
 
-    def sum_over_ranks(self, of_all_passes: bool = False) -> None:
-        """Make sure that rounds have summed the gradients that came. A collective.
-
-        of_all_passes: take part until it was the last pass for all ranks.
-        """
-        if self.replaced:
-            raise RuntimeError(
-                "this ZeroOptimizer's parameters have been given to another since; step with that one"
-            )
-        if self.sharded:
-            self.follow_changes()
+    def sum_over_ranks(self) -> None:
+        """Make sure that rounds have summed the gradients that came. A collective."""
         if self.reducer is not None:
             self.reducer.finish_round()
-            is_counted = of_all_passes and not self.residency.whole_gradients
-            while is_counted and not self.sets[0].was_last_pass:
-                self.reducer.expect(Totals(last_passes=1.0))
-                self.reducer.finish_round()
         self.gradients_are = Progress.SUMMED
 
     def complete(self) -> None:
@@ -275,16 +223,16 @@ class WholeParameters(Sharded):
     def gradients(self) -> list[Tensor]:
         """This rank's part of the sums, which the slices get now if they have not."""
         if self.gradients_are is Progress.SUMMED:
-            users: dict[int, float] = {}
-            if self.sharded:
-                for param_set in self.sets:
-                    users.update(zip(param_set.indices, param_set.users.tolist(), strict=True))
-            self.slices.give_gradients(users)
+            self.slices.give_gradients(self._users())
             self.gradients_are = Progress.GIVEN
         return self.slices.gradients()
 
+    def _users(self) -> dict[int, float]:
+        """On how many ranks each parameter had a gradient, for slices that are shares."""
+        return {}
+
     def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update this rank's slices and publish them; forget the sums that this has used."""
+        """Update this rank's slices and publish them."""
 
         def use_gradients() -> None:
             self.complete()
@@ -292,12 +240,6 @@ class WholeParameters(Sharded):
 
         loss = self.slices.update(use_gradients, self.publish, closure, **options)
         self.slices.drop_gradients()
-        if self.sharded:
-            for param_set in self.sets:
-                param_set.begin()
-                if not self._leaves_grad:
-                    for index in param_set.indices:
-                        self.parameters[index].grad = None  # sums in one part, its own in the others
         return loss
 
     def forget(self) -> None:
@@ -310,18 +252,14 @@ class WholeParameters(Sharded):
         """Forget the sums of a step's gradients."""
         self.gradients_are = Progress.OWN
         self.slices.drop_gradients()
-        if self.reducer is not None:
-            self.reducer.recover()
-            for param_set in self.sets:
-                param_set.begin()
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the gradients; with `kept` also what compression has kept back of them."""
-        if self.sharded or (self.slices.master is not None and not kept):
-            for gradient in self.gradients():  # shares (ZeRO 1 and 2), or those of the masters
+        if self.slices.master is not None and not kept:
+            for gradient in self.gradients():  # of the masters
                 gradient.mul_(factor)
             return
-        if self.reducer is not None:  # data parallelism
+        if self.reducer is not None:
             for param_set in self.sets:
                 param_set.rescale(factor, kept)
         else:  # this rank is alone
@@ -359,3 +297,111 @@ class WholeParameters(Sharded):
         if self.reducer is not None:
             sent += self.residency.reductions(passes) * sum(each.bytes_sent() for each in self.sets)
         return sent
+
+
+class WithSharedState(WholeParameters):
+    """Whole parameters of which each rank keeps a share of the optimizer's state: ZeRO 1 and 2.
+
+    Buckets hold the parameters' values, too, so they stay as they were dealt. A parameter that gets gradients
+    later is dealt to a new one.
+    """
+
+    replaced = False  # another object has taken the same parameters
+
+    @classmethod
+    def of_groups(
+        cls,
+        groups: list[dict[str, Any]],
+        param_set: ParameterSet,
+        slices: OptimizerSlices,
+        bucket_mb: float,
+    ) -> WithSharedState:
+        """Share the parameters in an optimizer's groups, in a loop, from rank 0's values on."""
+        start_new_equal(named_in(groups), param_set)
+        named = partial(named_in, groups)  # no method of a face: hooks would keep it alive
+        return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb)
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Share parameters that the last group now has, too, from rank 0's values on. A collective."""
+        start_new_equal(named_in(self.groups)[-len(parameters) :], self.sets[0])
+        self.reattach()
+
+    def _claim(self, trained: Sequence[nn.Parameter]) -> None:
+        """Take the parameters over from a `ZeroOptimizer` that shared them before."""
+        self._hooked = set(map(id, trained))
+        for other in trainers(self._all, BY_ZERO):
+            if other is not self:
+                other.detach()
+                other.replaced = True
+        claim(self, BY_ZERO, self._all)
+
+    def follow_changes(self) -> None:
+        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
+        for bucket in self.buckets:
+            bucket.values.refuse_reassigned()
+        if any(p.requires_grad and id(p) not in self._hooked for p in self._all):
+            self.reattach()
+
+    def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
+        """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
+        self.follow_changes()
+        had = {*saved, *(name for each in order or () for name in each)}
+        frozen = [p for name, p in self._named() if name in had]
+        if self._dealer.number(frozen, self.set_of):  # the optimizer has state of them
+            self.reattach()
+        if self.buckets:
+            return
+        self._dealer.deal_saved(order)
+        if self.reducer is not None and self.buckets and not self._dealer.undealt():
+            self.reducer.settle()
+
+    def synchronize(self) -> tuple[float, float]:
+        """Sum the gradients; returns the totals, summed over the ranks.
+
+        Where every backward pass is a round, ranks may have had different numbers of them: each takes part in
+        the others' until it was the last one for all (`Totals.last_passes`).
+        """
+        self.sum_over_ranks()
+        while self.reducer is not None and not (self.residency.whole_gradients or self.sets[0].was_last_pass):
+            self.reducer.expect(Totals(last_passes=1.0))
+            self.reducer.finish_round()
+        weight, loss = self.sets[0].totals.tolist()
+        return weight, loss
+
+    def sum_over_ranks(self) -> None:
+        """Make sure that rounds have summed the gradients that came. A collective."""
+        if self.replaced:
+            raise RuntimeError(
+                "this ZeroOptimizer's parameters have been given to another since; step with that one"
+            )
+        self.follow_changes()
+        super().sum_over_ranks()
+
+    def _users(self) -> dict[int, float]:
+        users: dict[int, float] = {}
+        for param_set in self.sets:
+            users.update(zip(param_set.indices, param_set.users.tolist(), strict=True))
+        return users
+
+    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's slices and publish them; forget the sums that this has used."""
+        loss = super().update(closure, **options)
+        for param_set in self.sets:
+            param_set.begin()
+            if not self._leaves_grad:
+                for index in param_set.indices:
+                    self.parameters[index].grad = None  # sums in one part, its own in the others
+        return loss
+
+    def forget_sums(self) -> None:
+        """Forget the sums of a step's gradients; the next round begins them anew."""
+        super().forget_sums()
+        if self.reducer is not None:
+            self.reducer.recover()
+        for param_set in self.sets:
+            param_set.begin()
+
+    def rescale(self, factor: float, kept: bool = True) -> None:
+        """Multiply the gradients of this rank's shares; no compression keeps any back."""
+        for gradient in self.gradients():
+            gradient.mul_(factor)
