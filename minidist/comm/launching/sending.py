@@ -15,7 +15,7 @@ import pickle
 import sys
 from collections.abc import Callable, Collection
 from multiprocessing.reduction import ForkingPickler
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -60,7 +60,25 @@ def forget(keys: Collection[int]) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A cloudpickle pickler that also sends kept objects, and modules with a class of their own."""
+    """A cloudpickle pickler that says which file a function is from: tracebacks name it, and so does `check`.
+
+    From version 3.1.3 on, cloudpickle itself leaves it out.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        """Send a function's code with the name of its file."""
+        if isinstance(value, CodeType):
+            make, parts = self.dispatch_table[CodeType](value)
+            return _code, (value.co_filename, make, *parts)
+        return super().reducer_override(value)
+
+
+def _code(file: str, make: Callable[..., CodeType], *parts: Any) -> CodeType:
+    return make(*parts).replace(co_filename=file)
+
+
+class _CallPickler(_Pickler):
+    """A pickler of calls: it also sends kept objects, and modules with a class of their own."""
 
     def __init__(self, file: io.BytesIO, held: Collection[int]) -> None:
         super().__init__(file)
@@ -101,7 +119,11 @@ def _reduce(pickler: ForkingPickler, value: Any) -> Any:
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
-    return NotImplemented if found is value else (_received, (cloudpickle.dumps(value),))
+    if found is value:
+        return NotImplemented
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return _received, (file.getvalue(),)
 
 
 def _received(value: bytes) -> Any:
@@ -136,7 +158,7 @@ def pickle_call(
     require_function(function)
     file = io.BytesIO()
     try:
-        pickler = _Pickler(file, held)
+        pickler = _CallPickler(file, held)
         pickler.dump((function, args, kwargs, forgotten))
     except Exception as error:
         raise TypeError(

@@ -2,7 +2,7 @@
 
 | File | Holds |
 |---|---|
-| whole_parameters.py | `WholeParameters`: gradients are summed as they come; `WithSharedState`: what ZeRO 1 and 2 add |
+| whole_parameters.py | `WholeParameters`: gradients are summed as they come; `WithSharedState`: ZeRO 1, 2 |
 | reducer.py | `Reducer`: a gradient has arrived; full buckets are sent while backward runs; a round ends |
 | dealing.py | `Dealer`: deals gradients to buckets, in the order of a backward pass |
 """
