@@ -1,4 +1,7 @@
-"""Read a checkpoint in another cut: which parts of which stored boxes a rank's own boxes meet."""
+"""Read a checkpoint in another cut: which parts of which stored boxes a rank's own boxes meet.
+
+loading.py copies them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exceptions for what goes wrong between ranks, and the words for a call that the backend gave up."""
+"""Exceptions for what goes wrong between ranks, and the words for a call that the backend gave up.
+
+The words for a rank that was killed are in launching/collect_results.py.
+"""
 
 from __future__ import annotations
 

@@ -165,9 +165,9 @@ def using(algorithm: str) -> Iterator[None]:
     Raises:
         ValueError: no operation has an algorithm of that name.
     """
-    known = sorted({name for names in ALGORITHMS.values() for name in names})
-    if algorithm not in known:
-        raise unknown("algorithm", algorithm, known)
+    algorithms = sorted({name for names in ALGORITHMS.values() for name in names})
+    if algorithm not in algorithms:
+        raise unknown("algorithm", algorithm, algorithms)
     _preferred.append(algorithm)
     try:
         yield
@@ -177,8 +177,7 @@ def using(algorithm: str) -> Iterator[None]:
 
 def preferred(operation: str) -> str:
     """Return the algorithm that "auto" tries first."""
-    known = ALGORITHMS[operation]
-    return next((name for name in reversed(_preferred) if name in known), "shared_memory")
+    return next((name for name in reversed(_preferred) if name in ALGORITHMS[operation]), "shared_memory")
 
 
 # Calls

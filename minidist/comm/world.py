@@ -110,10 +110,11 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
 
 def _idle_gpus(gpus: int, ranks: int) -> str:
     """Say what nobody would guess: one rank computes on the GPU, and two ranks on CPUs."""
-    why = f"{ranks} ranks of this machine share {gpus} GPU(s)" if gpus < ranks else "this torch has no NCCL"
+    why = f"{ranks} ranks of this machine see {gpus} GPU(s)" if gpus < ranks else "this torch has no NCCL"
     return (
         f"{why}, so all ranks compute on CPUs, over gloo; do not compare their speed with a GPU's. Start no "
-        "more ranks than there are GPUs, or hide the GPUs from every run with CUDA_VISIBLE_DEVICES=''"
+        "more ranks than there are GPUs, let each see all of them (under Slurm: --gpus-per-node, and not "
+        "--gpus-per-task), or hide the GPUs from every run with CUDA_VISIBLE_DEVICES=''"
     )
 
 

@@ -45,7 +45,7 @@ def test_ranks_that_leave_a_gpu_idle_say_so_once(tmp_path: Path) -> None:
     for gpus, line in enumerate(done.stdout.splitlines(keepends=True)):
         backend = "cpu:gloo,cuda:nccl" if gpus == 2 else "gloo"
         assert line.startswith(f"{[backend] * 2} {int(gpus == 1)}")
-        told = "2 ranks of this machine share 1 GPU(s), so all ranks compute on CPUs" in line
+        told = "2 ranks of this machine see 1 GPU(s), so all ranks compute on CPUs" in line
         assert told == (gpus == 1)
     assert gpus == 2
 

@@ -126,7 +126,7 @@ class Machine:
         self.late: list[Callable[[], bool]] = []
         self.states: dict[Any, Any] = {}
         self.specials: dict[tuple[str, str], Array] = {}  # special registers that were read: (name, kind)
-        self.has_undefined = False  # some register may hold an undefined value (`memory.undefined_values`)
+        self.has_undefined = False  # some register may hold an undefined value (accesses/undefined_values.py)
 
     def state(self, kind: Callable[[Machine], StateT]) -> StateT:
         """Return this machine's only object of class `kind`; the first call makes it."""

@@ -8,7 +8,7 @@ race if one of them writes and the later one does not know of the earlier one. T
 the emulator ran them.
 
 Each warp counts as two agents: itself, and the asynchronous work that it started and has not waited for, such
-as copies (cp.async, TMA) and matrix instructions (wgmma).
+as copies (cp.async, TMA) and matrix instructions (wgmma). accesses/race_faults.py words what is found.
 """
 
 from __future__ import annotations

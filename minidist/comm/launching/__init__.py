@@ -6,7 +6,7 @@ ranks over sockets, and reports the first rank that fails.
 - `launch.py`: `minidist.launch`, one function on fresh ranks, or under torchrun
 - `cluster.py`: `Cluster`, ranks that stay up between runs
 - `rank_processes.py`: the caller's handles of the supervisor and of each rank's process
-- `collect_results.py`: wait for the ranks; find the first failure
+- `collect_results.py`: wait for the ranks; find the first failure, and word how a rank died
 - `channel.py`: messages between the caller and a rank, over a socket
 - `sending.py`: functions, results and handles of kept objects as bytes, with the source of notebook cells
 - `supervisor.py`: runs in the supervisor process

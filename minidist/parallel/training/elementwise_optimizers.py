@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-Work = Callable[[tuple[int, ...]], float]
+UpdateWork = Callable[[tuple[int, ...]], float]
 """From a parameter's shape to the relative time of its update."""
 
 ELEMENTWISE = frozenset(
@@ -59,7 +59,7 @@ def is_elementwise(kind: type, group: Mapping[str, Any] | None = None) -> bool:
     return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim.")
 
 
-def work_of(kind: type) -> Work:
+def work_of(kind: type) -> UpdateWork:
     """The relative time of an optimizer's update of a whole parameter, as a function of its shape."""
-    work: Work = getattr(kind, "work", math.prod)
+    work: UpdateWork = getattr(kind, "work", math.prod)
     return work

@@ -189,7 +189,17 @@ def frugal(question: Question) -> Iterator[Layout]:
         again = question.subject.recomputes(True)
         for ep in question.expert_ranks(dp) if tp * pp * cp == 1 else [1]:
             micro = share(question.rows, dp)
-            plain = Layout(dp, tp, pp, 0, micro, question.precision, again, cp, tp > 1, ep=ep)
+            plain = Layout(
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                ep=ep,
+                micro_batches=micro,
+                precision=question.precision,
+                recompute=again,
+                sequence_parallel=tp > 1,
+            )
             sharing = [replace(plain, zero=zero) for zero in reversed(SHARING)] if dp * cp > 1 else []
             for forms in ([plain], sharing):  # of ZeRO's rows the one that shares most
                 for form in forms:

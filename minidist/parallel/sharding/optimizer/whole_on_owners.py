@@ -22,7 +22,7 @@ from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.joined_messages import Pieces, exchange
 from minidist.parallel.flat.values import GatheredValues
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
-from minidist.parallel.training.elementwise_optimizers import Work
+from minidist.parallel.training.elementwise_optimizers import UpdateWork
 
 Home = tuple[Bucket[GatheredValues], int]
 """The bucket that has a parameter's shards, and which of its parameters it is."""
@@ -54,7 +54,7 @@ class WholeOnOwners:
     gradients: OwnedGradients | None = None
 
     def __init__(
-        self, homes: Sequence[Home], tensors: Sequence[Tensor], memory: MemorySource, work: Work
+        self, homes: Sequence[Home], tensors: Sequence[Tensor], memory: MemorySource, work: UpdateWork
     ) -> None:
         self._homes, (first, _), self._memory = homes, homes[0], memory
         self._over, self._device = first.values.gradient_comm, first.device

@@ -45,7 +45,7 @@ from minidist.parallel.flat.gradients import (
 from minidist.parallel.flat.joined_messages import deal_to_buckets, deal_whole
 from minidist.parallel.flat.values import WholeValues
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
-from minidist.parallel.training.elementwise_optimizers import Work
+from minidist.parallel.training.elementwise_optimizers import UpdateWork
 
 TRANSIENT = 2
 """Buckets that have memory at a time where it is lent: one is filled while the one before it is sent."""
@@ -150,7 +150,7 @@ class ParameterSet:
         parameters: Sequence[nn.Parameter],
         order: Sequence[int],
         limit: int,
-        work: Work | None,
+        work: UpdateWork | None,
         name_of: Callable[[int], str],
     ) -> list[Bucket[Any]]:
         """Make buckets of up to `limit` bytes for the parameters at the indices in `order`. A collective.

@@ -63,17 +63,17 @@ class Reducer:
 
     Attributes:
         syncing: False while gradients only accumulate on this rank.
-        buckets: the gradients of each, as they are sent; None before the first round.
+        queue: the gradients of each bucket, as they are sent; None before the first round.
     """
 
     def __init__(self, dealer: Dealer, overlap: bool) -> None:
         self._dealer, self.sets, self.overlap = dealer, dealer.sets, overlap
         self.parameters = [*dealer.parameters]
-        self.buckets: list[tuple[ParameterSet, Gradients]] | None = None
+        self.queue: list[tuple[ParameterSet, Gradients]] | None = None
         self.syncing = True
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
         self._set_of = {index: param_set for param_set in self.sets for index in param_set.indices}
-        self._bucket_of: dict[int, int] = {}  # the number of each one's bucket; len(buckets) for none
+        self._bucket_of: dict[int, int] = {}  # the number of each one's bucket; len(queue) for none
         self._expected: list[int] = []  # for each bucket, and last for none, its gradients in a round
         self._running: list[Messages] = []
         self._begin_round()
@@ -118,7 +118,7 @@ class Reducer:
             self._came = Came.SENDING
             if self._ends_with_backward:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        if self.buckets is None:
+        if self.queue is None:
             self._order.setdefault(param_index)
             return
         if not reducing:  # the gradient waits in its bucket for a later round
@@ -134,19 +134,19 @@ class Reducer:
         param_set.place(param_index, parameter, param_set.scale)
         self._ready[param_index] = True
         self._lacking[self._bucket_of[param_index]] -= 1
-        while self._next < len(self.buckets) and not self._lacking[self._next]:
-            self._reduce_next(self.buckets, blocking=False)
+        while self._next < len(self.queue) and not self._lacking[self._next]:
+            self._reduce_next(self.queue, blocking=False)
 
-    def _reduce_next(self, buckets: Sequence[tuple[ParameterSet, Gradients]], blocking: bool) -> None:
+    def _reduce_next(self, queue: Sequence[tuple[ParameterSet, Gradients]], blocking: bool) -> None:
         """Reduce the next bucket, which is complete. blocking: nothing is left to compute meanwhile."""
-        param_set, gradients = buckets[self._next]
+        param_set, gradients = queue[self._next]
         self._next += 1
         if param_set.tail_in_bucket and gradients is param_set.gradients[-1]:
             self._fill_tail(param_set)
         over = param_set.gradient_comm
         if over.hybrid is not None and self._running and not over.waits_in_backward:
             self._running[-1].advance()  # the sum over copies of the bucket before
-        self._running.append(gradients.reduce(blocking=blocking or self._next == len(buckets)))
+        self._running.append(gradients.reduce(blocking=blocking or self._next == len(queue)))
 
     def _fill_tail(self, param_set: ParameterSet) -> None:
         for index in param_set.indices:
@@ -177,21 +177,21 @@ class Reducer:
 
         A rank that has no gradients takes part too.
         """
-        buckets = self.settle()
+        queue = self.settle()
         if self._came is Came.FINISHED:
             self._came = Came.NOTHING
             return
 
         # Launch what the backward pass has not, bucket by bucket, so that few are full at once.
-        missing: list[list[int]] = [[] for _ in (*buckets, None)]  # the last: of no bucket
+        missing: list[list[int]] = [[] for _ in (*queue, None)]  # the last: of no bucket
         for index, number in self._bucket_of.items():
             if not self._ready[index]:
                 missing[number].append(index)
         for number, indices in enumerate(missing):
             for index in indices:
                 self._fill_missing(index)
-            if number == self._next < len(buckets):
-                self._reduce_next(buckets, blocking=True)
+            if number == self._next < len(queue):
+                self._reduce_next(queue, blocking=True)
         for param_set in self.sets:
             if not param_set.tail_in_bucket:
                 self._fill_tail(param_set)
@@ -212,13 +212,13 @@ class Reducer:
         self._begin_round()
 
     def settle(self) -> list[tuple[ParameterSet, Gradients]]:
-        """The buckets. The first call deals the parameters to them, which is a collective."""
-        if self.buckets is None:
-            self.buckets = self._dealer.first_round(self._order)
-            no_bucket = len(self.buckets)
+        """The queue. The first call deals the parameters to them, which is a collective."""
+        if self.queue is None:
+            self.queue = self._dealer.first_round(self._order)
+            no_bucket = len(self.queue)
             self._bucket_of = dict.fromkeys(self._set_of, no_bucket)
             last: dict[int, int] = {}  # for each set; its sparse gradients wait for this bucket
-            for number, (param_set, gradients) in enumerate(self.buckets):
+            for number, (param_set, gradients) in enumerate(self.queue):
                 self._bucket_of |= dict.fromkeys(gradients.layout.param_indices, number)
                 last[id(param_set)] = number
             for index, param_set in self._set_of.items():
@@ -228,7 +228,7 @@ class Reducer:
             for number in self._bucket_of.values():
                 self._expected[number] += 1
             self._lacking = [*self._expected]
-        return self.buckets
+        return self.queue
 
     def _fill_missing(self, param_index: int) -> None:
         """Use the gradient from an earlier backward pass when the running one did not produce any."""

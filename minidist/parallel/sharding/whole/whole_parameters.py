@@ -291,7 +291,7 @@ class WholeParameters(Sharded):
         2 (n - 1) / n of 8 (P + 3) bytes. With ZeRO 2 each further backward pass sends all but the all-gather.
         Sparse gradients, rows and buffers come on top.
         """
-        if self.reducer is not None and self.reducer.buckets is None:
+        if self.reducer is not None and self.reducer.queue is None:
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
         sent = sum(bucket.layout.gather_bytes() for bucket in self.value_buckets())
         if self.reducer is not None:
