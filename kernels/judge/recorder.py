@@ -2,7 +2,9 @@
 
 The functions named after problems get empty arrays. Their launches are not run but recorded: PTX, grid,
 block, and which part of which array each argument is. Only that goes back, so nothing that Python does here
-can reach a number, the expected result, the checker or the counts.
+can reach a number, the expected result, the checker or the counts. It goes back line by line: the name of a
+problem before its function runs, and its record afterwards. So a function that ends this process costs no
+other its verdict.
 
 From the moment the file runs, this process may read what Python and the compiler need, and nothing more: the
 first attempt to open another file, a socket or a process ends it, with a sentence. That stops accidents and
@@ -13,11 +15,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 import resource
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
@@ -100,9 +104,12 @@ def serve(request: Any, answer: TextIO) -> NoReturn:
     for stream in (0, 1):  # what the file prints is nobody's answer
         os.dup2(nowhere, stream)
 
-    def end(told: dict[str, Any]) -> NoReturn:
-        json.dump(told, answer)
+    def say(told: dict[str, Any]) -> None:
+        answer.write(f"{json.dumps(told)}\n")
         answer.flush()
+
+    def end(told: dict[str, Any]) -> NoReturn:
+        say(told)
         os._exit(0)
 
     def late(_: int, frame: types.FrameType | None) -> None:
@@ -112,7 +119,7 @@ def serve(request: Any, answer: TextIO) -> NoReturn:
     def endless(*_: Any) -> NoReturn:
         raise TimeoutError(f"it had not ended after {request['calling']:g} s: does a loop go on for ever?")
 
-    path, programs = request["path"], dict[str, int]()
+    path = request["path"]
     sys.dont_write_bytecode = True
     _limit(path, end)
     signal.signal(signal.SIGALRM, late)
@@ -125,12 +132,13 @@ def serve(request: Any, answer: TextIO) -> NoReturn:
         end({"error": _said(error, path)})
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, endless)
-    recorded = {
-        name: _record(file, name, cases, programs, path, request["calling"])
-        for name, cases in request["problems"].items()
-        if hasattr(file, name)
-    }
-    end({"problems": recorded, "programs": [*programs]})
+    for name, cases in request["problems"].items():
+        if hasattr(file, name):
+            say({"begins": name})
+            programs = dict[str, int]()
+            record = _record(file, name, cases, programs, path, request["calling"])
+            say({"problem": name, "record": record, "programs": [*programs]})
+    end({"ended": True})
 
 
 def warm_up() -> None:
@@ -180,6 +188,12 @@ def _limit(path: str, end: End) -> None:
     sys.addaudithook(watch)
 
 
+def _limit_processor(seconds: float) -> None:
+    """Have the system end this process after so much more of the processor: no handler runs while C does."""
+    used, (_, most) = time.process_time(), resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(most, math.ceil(used + seconds) + 1), most))
+
+
 def _line(frame: types.FrameType | None, path: str) -> str:
     """Return where in the reader's file a frame is, or was called from."""
     while frame is not None and frame.f_code.co_filename != path:
@@ -210,6 +224,7 @@ def _record(
         recorded = Recorded(arrays, programs)
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
+            _limit_processor(seconds)
             function(*arrays)
         except BaseException as error:
             return _said(error, path)

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -144,17 +145,40 @@ def judge(path: Path, names: Collection[str] = PROBLEMS) -> list[Verdict]:
     sizes = {one.name: [*one.some_sizes(draw), one.scored] for one in problems}
     cases = {one.name: [one.make(draw, *these) for these in sizes[one.name]] for one in problems}
     told = _recorded(path, source, cases)
-    problems = [one for one in problems if one.name in told["problems"]]  # others are methods, or locals
+    problems = [one for one in problems if one.name in told]  # others are methods, or locals
     if not problems:
         raise ValueError(none)
-    return [
-        _verdict(one, sizes[one.name], cases[one.name], told["problems"][one.name], told["programs"])
-        for one in problems
-    ]
+    return [_verdict(one, sizes[one.name], cases[one.name], *told[one.name]) for one in problems]
 
 
-def _recorded(path: Path, source: str, cases: dict[str, list[Case]]) -> Any:
-    """Return what the file launches in each case, as its own process tells it."""
+def _recorded(path: Path, source: str, cases: dict[str, list[Case]]) -> dict[str, tuple[Any, list[str]]]:
+    """Return what the file launches in each case, and the programs, as processes of its own tell it.
+
+    A function that ends its process has a sentence instead; a new process then runs those that are left.
+    """
+    found: dict[str, tuple[Any, list[str]]] = {}
+    left = dict(cases)
+    while left:
+        lines, died = _told(path, source, left)
+        begun = ""
+        for line in lines:
+            if "begins" in line:
+                begun = line["begins"]
+            elif "problem" in line:
+                begun, found[line["problem"]] = "", (line["record"], line["programs"])
+            elif "error" in line:
+                raise ValueError(line["error"])
+        if not begun and died:
+            raise ValueError(died)
+        if not begun:
+            break
+        found[begun] = died, []
+        left = {name: own for name, own in left.items() if name not in found}
+    return found
+
+
+def _told(path: Path, source: str, cases: dict[str, list[Case]]) -> tuple[list[Any], str]:
+    """Run the file in a process; return what it said, and why it ended early, if it did."""
     shapes = {
         name: [
             [[key, x.dtype.str, x.shape] for key, x in (*case.inputs.items(), ("out", case.out))]
@@ -181,16 +205,18 @@ def _recorded(path: Path, source: str, cases: dict[str, list[Case]]) -> Any:
                 env=environment,
                 timeout=SECONDS,
             )
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"{path} had not ended after {SECONDS} s: does a loop go on for ever?") from None
-    try:
-        told = json.loads(done.stdout.replace(json.dumps(str(copy))[1:-1], json.dumps(str(path))[1:-1]))
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ValueError(f"{path} ended its process (exit code {done.returncode}): {last}") from None
-    if "error" in told:
-        raise ValueError(told["error"])
-    return told
+        except subprocess.TimeoutExpired as late:
+            said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+            died = f"{path} had not ended after {SECONDS} s: does a loop go on for ever?"
+        else:
+            said, code = done.stdout, done.returncode
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            died = f"{path} ended its process (exit code {code}): {last}"
+            if -code in (signal.SIGXCPU, signal.SIGKILL):
+                died = f"{path} took too long or too much memory, and was ended: does a loop go on for ever?"
+    said = said.replace(json.dumps(str(copy))[1:-1], json.dumps(str(path))[1:-1])
+    lines = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
+    return lines, "" if lines and "ended" in lines[-1] else died
 
 
 def _verdict(

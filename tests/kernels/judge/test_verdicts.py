@@ -258,14 +258,16 @@ def test_a_file_that_cannot_run_is_refused_in_a_sentence(judge: Judge, text: str
         judge(text)
 
 
-def test_a_function_that_does_not_end_costs_no_other_its_verdict(
+def test_a_function_that_does_not_come_back_costs_no_other_its_verdict(
     judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdicts, "CALLING", 0.2)
     path = tmp_path / "answer.py"
-    path.write_text("def add(x, y, out):\n    while True:\n        pass\ndef transpose(x, out): pass")
-    endless, other = verdicts.judge(path)
-    assert re.search(r"answer.py:[23]: TimeoutError: it had not ended after 0.2 s: does a", endless.wrong)
+    loop = "def add(x, y, out):\n    while True:\n        pass\n"
+    path.write_text(f"import os\n{loop}def transpose(x, out): os._exit(3)\ndef reduction(x, out): pass")
+    endless, dead, other = verdicts.judge(path)
+    assert re.search(r"answer.py:[34]: TimeoutError: it had not ended after 0.2 s: does a", endless.wrong)
+    assert "answer.py ended its process (exit code 3): it said nothing" in dead.wrong
     assert other.wrong.endswith("it launches no kernel, and nothing else can write to out")
 
 
