@@ -168,9 +168,9 @@ def _recorded(path: Path, source: str, cases: dict[str, list[Case]]) -> dict[str
                 begun, found[line["problem"]] = "", (line["record"], line["programs"])
             elif "error" in line:
                 raise ValueError(line["error"])
-        if not begun and died:
-            raise ValueError(died)
-        if not begun:
+        if begun not in left:
+            if died:
+                raise ValueError(died)
             break
         found[begun] = died, []
         left = {name: own for name, own in left.items() if name not in found}
@@ -215,7 +215,10 @@ def _told(path: Path, source: str, cases: dict[str, list[Case]]) -> tuple[list[A
             if -code in (signal.SIGXCPU, signal.SIGKILL):
                 died = f"{path} took too long or too much memory, and was ended: does a loop go on for ever?"
     said = said.replace(json.dumps(str(copy))[1:-1], json.dumps(str(path))[1:-1])
-    lines = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
+    try:
+        lines = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError:  # the file has written there, too
+        raise ValueError(died) from None
     return lines, "" if lines and "ended" in lines[-1] else died
 
 
