@@ -213,9 +213,10 @@ class GradientsToOwners:
             out.copy_(own)
         if over.hybrid is not None:
             yield over.start(comm.all_reduce, out, op, over.algorithm, over.hybrid[1])
-        if self.begun:
+        elsewhere = out.data_ptr() != reduced.data_ptr()
+        if elsewhere and self.begun:
             reduced.add_(out.to(reduced.device))
-        elif not direct:
+        elif elsewhere:
             reduced.copy_(out)
         self.begun = True
 
